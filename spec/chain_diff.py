@@ -28,7 +28,8 @@ START = {
 }
 """Keys of a chain that only a start takes, and why."""
 IN_PLACE = frozenset(
-    {"store_threshold", "max_inflight", "write_budget", "deadline", "store_rate", "load_rate"}
+    {"store_threshold", "paused", "max_inflight", "write_budget"}
+    | {"deadline", "store_rate", "load_rate"}
 )
 """Keys of any tier that it takes while it works."""
 SHOWN = (str, int, float, bool)

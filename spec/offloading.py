@@ -118,11 +118,24 @@ class OffloadingSpec(BaseModel):
         le=1000,
         description="Store a block from its Nth request on; 2 keeps one-off blocks out.",
     )
+    paused: Literal["reads", "writes", "both"] | None = Field(
+        default=None,
+        description="Load nothing from the tier for now, store nothing into it, or neither. It "
+        "stays open, and keeps its blocks.",
+    )
 
     @property
     def tier_name(self) -> str:
         """The name of the tier in metrics and logs; a chain makes it unique."""
         return self.name or self.type
+
+    @property
+    def may_load(self) -> bool:
+        return self.paused in (None, "writes")
+
+    @property
+    def may_store(self) -> bool:
+        return self.paused in (None, "reads")
 
     @property
     def capacity_bytes(self) -> int:

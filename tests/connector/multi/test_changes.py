@@ -32,6 +32,7 @@ from tests.support.replay_chains import (
     workload,
 )
 from tests.support.servers import RedisServer, free_port
+from tests.support.topologies import wait_until
 from tiers.contract.stats import STATES
 from tiers.lab.replay import ReplayEngine, answer
 
@@ -98,6 +99,29 @@ def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
         assert len(engine.connector.children) == 2, "it has its place again"  # type: ignore[union-attr]
 
 
+def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of({**a, "paused": "reads"}, b), ranks=1) as engine:
+        served(engine, PROMPT)
+        assert served(engine, PROMPT) == {"disk": WHOLE}
+        assert not change(engine, chain_of({**a, "paused": "writes"}, b)).why
+        assert served(engine, PROMPT) == {"cpu": WHOLE}
+        before = measured(engine, "stored_blocks", "cpu")
+        served(engine, [*PROMPT, *range(30)])
+        assert measured(engine, "stored_blocks", "cpu") == before
+        assert not change(engine, chain_of({**a, "paused": "both"}, b)).why
+        assert served(engine, [*PROMPT, *range(30)]).keys() == {"disk"}
+        assert not change(engine, chain_of(a, b)).why
+        assert "cpu" in served(engine, PROMPT)
+
+
+def test_the_only_tier_is_opened_anew(tmp_path: Path) -> None:
+    with running(chain_of(disk(tmp_path))) as engine:
+        served(engine, PROMPT)
+        assert not change(engine, chain_of(disk(tmp_path, io="buffered"))).why
+        assert served(engine, PROMPT)["disk"] > 0
+
+
 def test_one_that_fails_on_a_rank_is_closed_on_all(tmp_path: Path) -> None:
     a, b = both(tmp_path / "disk")
     wrong = chain_of(disk(tmp_path / "other", TOO_SMALL)).tiers[0]
@@ -112,6 +136,7 @@ def test_one_that_fails_on_a_rank_is_closed_on_all(tmp_path: Path) -> None:
         for worker in engine.workers:
             assert len(worker.connector.children) == 1  # type: ignore[union-attr]
         assert served(engine, PROMPT) == {"cpu": WHOLE}
+        wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))
         second._parts = whole
         assert not change(engine, chain_of(b, a)).why, "the folder is free again"
         assert served(engine, PROMPT) == {"cpu": WHOLE}

@@ -113,6 +113,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if settings.rebuilder is not None:
             ranks = requests.engine.world_size
             self._changes = Changes(self, settings.rebuilder, ranks, settings.wake, now)
+            self.take_up(settings.rebuilder.chain, range(len(self.children)))
         self._observers = settings.observers
         self.explainer = settings.explainer
         self._prompt_tokens = 0
@@ -315,8 +316,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._chooser.use_policy(chain.load_policy)
         self._comparison.always = chain.load_when == "always"
         self._reports_cached = chain.report_cached_tokens
-        self._comparison.meters = {i: self._loaders[i].load_cost for i in places}
-        self._chooser.follow(self.children, self.names, places)
+        order = [i for i, tier in zip(places, chain.tiers, strict=True) if tier.may_load]
+        self._comparison.meters = {i: self._loaders[i].load_cost for i in order}
+        self._chooser.follow(self.children, self.names, order)
 
     def _choice_of(self, request: Request) -> Choice:
         request_state = self._requests.get(request)

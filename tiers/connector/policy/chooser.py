@@ -197,7 +197,7 @@ class Chooser:
         self._comparison.decided(used, choice.probed, choice.seconds)
         if choice.tokens:
             return
-        for index in choice.passed:
+        for index in self._loaders.keys() & set(choice.passed):
             self._loaders[index].note(recompute_preferred=1)
 
     def loads(self, request_state: RequestState, child: int) -> None:

@@ -74,6 +74,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._jobs = Jobs(requests.engine.world_size)
         self._hints = TierHints(tier, now)
         self._stores = TierStores(tier, self._jobs, admission, self._hints, promote)
+        self._stores.is_paused = not spec.may_store
         self._loads: list[LoadJob] = []
         self._handshakes: dict[int, WorkerHandshake] = {}
         self._reported: dict[str, float] = {}
@@ -142,7 +143,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def drain(self) -> None:
         """Store nothing more; what is in flight ends."""
-        self._stores.is_draining = True
+        self._stores.is_paused = True
         self._stores.drop_last_offers()
 
     # -- state -------------------------------------------------------------------------------

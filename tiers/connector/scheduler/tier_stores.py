@@ -108,8 +108,8 @@ class TierStores:
         self, tier: Tier, jobs: Jobs, admission: Admission, hints: TierHints, promote: bool
     ) -> None:
         """`promote`: whether loaded blocks are stored, too."""
-        self.is_draining = False
-        """Whether nothing more is stored: the tier leaves the chain."""
+        self.is_paused = False
+        """Whether nothing more is stored: the operator wishes so, or the tier leaves the chain."""
         self.slots_pinned = 0
         """Slots that stores in flight hold."""
         self._tier = tier
@@ -124,7 +124,7 @@ class TierStores:
 
     def retune(self, spec: OffloadingSpec, promote: bool, is_only_tier: bool) -> None:
         """Store by these settings from now on; see `Admission`."""
-        self._promote = promote
+        self._promote, self.is_paused = promote, not spec.may_store
         self._admission.use(spec, is_only_tier)
 
     # -- offering ----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class TierStores:
         return jobs, readers
 
     def _may_store(self, tier_request: TierRequest) -> bool:
-        if self.is_draining or not self._tier.usable or not tier_request.request_state.stores:
+        if self.is_paused or not self._tier.usable or not tier_request.request_state.stores:
             return False
         return self._tier.tenants.may_keep(tenant_of(tier_request.request_state.request))
 
