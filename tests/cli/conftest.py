@@ -42,7 +42,9 @@ def kvtiers(
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Callable[..., ReplayEngine]]:
+def engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ReplayEngine]]:
     """Make engines that can be asked in a folder, `control` of the test's."""
     with ExitStack() as stack:
 
@@ -53,6 +55,14 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., ReplayEngine]]:
             assert made.connector is not None
             control = Control(spec, made.connector)
             stack.callback(control.close)
+            take = made.connector.get_kv_connector_stats
+
+            def observed() -> Any:
+                stats = take()
+                control.board.measured({"all": stats})
+                return stats
+
+            monkeypatch.setattr(made.connector, "get_kv_connector_stats", observed)
             until = time.monotonic() + 10
             while not list((tmp_path / "control").glob("*.sock")) and time.monotonic() < until:
                 time.sleep(0.01)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.replay_chains import cpu, disk
-from tiers.cli.status import bytes_text, lines, span
+from tiers.cli.status import bytes_text, ghost_lines, lines, span
 from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
 from tiers.lab.replay import ReplayEngine
 
@@ -60,6 +60,20 @@ def test_the_text_has_what_an_operator_looks_for() -> None:
         "  disk: writes are down: OSError: No space left on device",
         "  disk: blocks: 1,200 dropped (budget), 7 evicted",
         "  ghost disk (capacity: 2x): 60.0% of blocks +- 2.0%",
+    ]
+
+
+def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
+    found = [
+        ("cpu", 0.4, 0.01),
+        ("cpu (capacity: 2x)", 0.45, 0.02),
+        ("cpu (eviction: arc)", 0.42, 0.02),
+    ]
+    ghosts = [GhostStatus(tier=tier, hit_ratio=hits, error=error) for tier, hits, error in found]
+    assert [*ghost_lines(ghosts)] == [
+        "ghost cpu: 40.0% of blocks +- 1.0%",
+        "ghost cpu (capacity: 2x): 45.0% of blocks +- 2.0%, +5.0 points",
+        "ghost cpu (eviction: arc): 42.0% of blocks +- 2.0%, as good as now",
     ]
 
 

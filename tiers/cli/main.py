@@ -25,11 +25,12 @@ from tiers.cli.explain import explain
 from tiers.cli.replay import replay
 from tiers.cli.soak import soak
 from tiers.cli.status import status
+from tiers.cli.top import top
 from tiers.cli.tune import tune
 from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (
-    *(validate, config, schema, doctor, status, explain, apply),
+    *(validate, config, schema, doctor, status, top, explain, apply),
     *(inspect, verify, scrub, export, import_, gc),
     *(demo, bench, soak, curve, replay, tune),
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spec.errors import one_line
 from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, refused, table
 
 if TYPE_CHECKING:
-    from tiers.control.engine_status import EngineStatus, Percentiles, TierStatus
+    from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
 
 HEADS = ("tier", "state", "fill", "prompts", "load/s", "store/s", "lookup ms", "load ms", "queue")
 
@@ -56,20 +57,20 @@ def status(
 
 def lines(name: str, status: EngineStatus) -> Iterator[str]:
     """The lines of one engine, within 100 columns for names of up to 12 letters."""
-    yield f"engine {name}: {_summary(status)}"
+    yield f"engine {one_line(name)}: {summary(status)}"
     yield from table([HEADS, *map(row, status.tiers)])
     for tier in status.tiers:
-        yield from (f"  {tier.name}: {note}" for note in notes(tier))
-    for ghost in status.ghosts:
-        yield f"  ghost {ghost.tier}: {ghost.hit_ratio:.1%} of blocks +- {ghost.error:.1%}"
+        yield from (f"  {one_line(tier.name)}: {note}" for note in notes(tier))
+    yield from (f"  {line}" for line in ghost_lines(status.ghosts))
 
 
-def _summary(status: EngineStatus) -> str:
+def summary(status: EngineStatus) -> str:
+    """What holds for the whole engine."""
     rate = status.prefill_tokens_per_second
     ago = status.measured_seconds_ago
     parts = [
         f"up {span(status.up_seconds)}",
-        f"load policy {status.load_policy}",
+        f"load policy {one_line(status.load_policy)}",
         f"chain version {status.chain_version}",
         f"{status.prompt_tokens:,.0f} prompt tokens, {status.prompt_tokens_late:,.0f} of late",
         "computing is not yet measured" if rate is None else f"computes {rate:,.0f} tokens/s",
@@ -84,8 +85,8 @@ def row(tier: TierStatus) -> tuple[str, ...]:
     most = tier.measured_load_bytes_per_second
     load = bytes_text(tier.loaded_bytes_per_second)
     return (
-        tier.name,
-        tier.state,
+        one_line(tier.name),
+        one_line(tier.state),
         _fill(tier),
         "-" if tier.token_share_late is None else f"{tier.token_share_late:.1%}",
         load if most is None else f"{load} of {bytes_text(most)}",
@@ -99,11 +100,11 @@ def row(tier: TierStatus) -> tuple[str, ...]:
 def notes(tier: TierStatus) -> Iterator[str]:
     """What else an operator should know of a tier."""
     if tier.why:
-        yield tier.why
+        yield one_line(tier.why)
     elif tier.state != "open":
-        yield f"it is {tier.state}"
+        yield f"it is {one_line(tier.state)}"
     parts: Mapping[str, float] = {
-        **{f"dropped ({reason})": count for reason, count in tier.dropped_blocks.items()},
+        **{f"dropped ({one_line(reason)})": count for reason, count in tier.dropped_blocks.items()},
         "evicted": tier.sums.get("evictions", 0.0),
         "failed to load": tier.sums.get("load_failures", 0.0),
         "damaged": tier.sums.get("damaged_blocks", 0.0),
@@ -111,6 +112,19 @@ def notes(tier: TierStatus) -> Iterator[str]:
     }
     if counted := [f"{count:,.0f} {what}" for what, count in parts.items() if count]:
         yield "blocks: " + ", ".join(counted)
+
+
+def ghost_lines(ghosts: Sequence[GhostStatus]) -> Iterator[str]:
+    """What tiers would have with other settings, against the tier as it is."""
+    present = {ghost.tier: ghost for ghost in ghosts}
+    for ghost in ghosts:
+        line = f"ghost {one_line(ghost.tier)}: {ghost.hit_ratio:.1%} of blocks +- {ghost.error:.1%}"
+        now = present.get(ghost.tier.partition(" (")[0])
+        if now is not None and now is not ghost:
+            more = ghost.hit_ratio - now.hit_ratio
+            is_sure = abs(more) > ghost.error + now.error
+            line += f", {100 * more:+.1f} points" if is_sure else ", as good as now"
+        yield line
 
 
 def _fill(tier: TierStatus) -> str:
@@ -126,7 +140,8 @@ def _milliseconds(found: Percentiles | None) -> str:
 
 
 def _short(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}"
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:.3g}" if milliseconds < 999.5 else f"{milliseconds:.0f}"
 
 
 def bytes_text(count: float) -> str:

@@ -65,7 +65,7 @@ def ask(
     found = sockets(folder, engine)
     for path in found:
         try:
-            answers.append(_ask(path, verb, parameters or {}))
+            answers.append(ask_socket(path, verb, parameters or {}))
         except ConnectionRefusedError:
             gone.append(f"{path}: its engine is gone")
         except (OSError, ValueError, RecursionError) as error:
@@ -77,7 +77,9 @@ def ask(
     return answers
 
 
-def _ask(path: Path, verb: str, parameters: Mapping[str, Any]) -> EngineAnswer:
+def ask_socket(path: Path, verb: str, parameters: Mapping[str, Any]) -> EngineAnswer:
+    """Ask the engine of one socket. Raises ConnectionRefusedError or FileNotFoundError where it is
+    gone; another OSError, ValueError or RecursionError where it has no answer."""
     question = {"version": PROTOCOL, "verb": verb, "parameters": dict(parameters)}
     with socket.socket(socket.AF_UNIX) as connection, short_path(path) as short:
         connection.settimeout(SECONDS)

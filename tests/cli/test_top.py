@@ -1,0 +1,291 @@
+"""`kvtiers top` over engines in this process, as textual draws it on 80x24."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import html
+import os
+import pty
+import re
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.cli.test_main import KVTIERS
+from tests.cli.test_status import STATUS, TIER
+from tests.support.replay_chains import cpu, disk
+from tiers.cli import top_screen
+from tiers.cli.top_screen import Top
+from tiers.control.control_server import ControlServer, short_path
+from tiers.control.watch_engines import EnginesWatch
+from tiers.lab import extras
+from tiers.lab.replay import ReplayEngine
+
+Run = Callable[..., tuple[int, str, str]]
+Engine = Callable[..., ReplayEngine]
+Script = Callable[[Pilot[None]], Awaitable[None]]
+
+
+def screen(pilot: Pilot[None]) -> list[str]:
+    """The lines of the screen."""
+    svg = pilot.app.export_screenshot()
+    lines: dict[int, dict[float, str]] = {}
+    for x, line, text in re.findall(r'<text[^>]* x="([\d.]+)"[^>]*line-(\d+)\)"[^>]*>(.*?)<', svg):
+        lines.setdefault(int(line), {})[float(x)] = html.unescape(text).replace("\xa0", " ")
+    cell = 12.2
+    drawn = []
+    for place in range(24):
+        row = ""
+        for x, text in sorted(lines.get(place, {}).items()):
+            row = row.ljust(round(x / cell)) + text
+        drawn.append(row.rstrip())
+    return drawn
+
+
+async def shows(pilot: Pilot[None], *texts: str) -> list[str]:
+    """Wait until the screen has all of the texts, each perhaps over two lines; fails with the
+    screen where it never does."""
+    until = time.monotonic() + 60
+    while True:
+        lines = screen(pilot)
+        whole = " ".join(" ".join(lines).split())
+        if all(text in whole for text in texts):
+            return lines
+        assert time.monotonic() < until, "\n".join(["", *texts, "", *lines])
+        await pilot.pause(0.02)
+
+
+def play(folder: Path, script: Script, engine: str | None = None) -> None:
+    """Run `top` on 80x24 with a script's keys."""
+    watch = EnginesWatch(folder, engine, seconds=0.05)
+
+    async def run() -> None:
+        async with Top(watch).run_test(size=(80, 24)) as pilot:
+            await script(pilot)
+
+    try:
+        asyncio.run(run())
+    finally:
+        watch.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Make sockets in a folder, `control` of the test's, that answer what a test likes."""
+    with ExitStack() as stack:
+
+        def make(name: str, status: object, explain: object = ()) -> Path:
+            verbs: dict[str, Any] = {"status": lambda _: status, "explain": lambda _: explain}
+            server = ControlServer(tmp_path / "control", name, verbs)
+            stack.callback(server.close)
+            return server.path
+
+        yield make
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[str]:
+    """The name of an engine that takes questions and does not answer."""
+    folder = tmp_path / "control"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listening, short_path(folder / "hung.sock") as short:
+        listening.bind(short)
+        listening.listen()
+        yield "hung"
+
+
+def test_tiers_and_requests_are_on_a_screen_of_80_columns(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    tiers = (
+        cpu(4),
+        disk(tmp_path / "disk"),
+        disk(tmp_path / "file", name="a-name-of-26-letters-in-all"),
+    )
+    made = engine(*tiers, explain={})
+    for _ in range(2):
+        made.generate([*range(42)], 2)
+        made.settle()
+
+    async def script(pilot: Pilot[None]) -> None:
+        lines = await shows(pilot, "queue", "cpu (cpu): 16K of 16K, 100%; reads and")
+        place = next(place for place, line in enumerate(lines) if line.startswith(" tier "))
+        heads, *rows = lines[place : place + 4]
+        assert heads.split()[:5] == ["tier", "state", "fill", "share", "load/s"]
+        assert heads.rstrip().endswith("queue"), "the last column is on the screen"
+        assert [row.split()[1] for row in rows] == ["open", "open", "refused"]
+        assert rows[0].split()[2:4] == ["100%", "19.0%"]
+        assert rows[2].split()[0].endswith("…")
+        await shows(pilot, "since the start it loaded 19.0%", "blocks: ", " evicted")
+        await pilot.press("down", "down")
+        await shows(pilot, "a-name-of-26-letters-in-all (disk)", f"{tmp_path}"[:30])
+        made.generate([*range(42)], 2)
+        await shows(pilot, "126 prompt tokens")
+        await shows(pilot, "a-name-of-26-letters-in-all (disk)")  # the cursor has stayed
+        await pilot.press("r")
+        lines = await shows(pilot, "request-1 finished 42", "last", "waited longest", "explain")
+        assert "cpu 16, disk 24" in "\n".join(lines)
+        await pilot.press("down", "enter")
+        text = await shows(pilot, "request request-1: finished, 42 prompt tokens", "until begun")
+        assert "42 tokens = 0 own cache + 16 cpu + 24 disk" in "\n".join(text)
+        await pilot.press("escape", "r")
+        await shows(pilot, "a-name-of-26-letters-in-all (disk)")
+        await pilot.press("q")
+        await pilot.pause()
+        assert pilot.app.return_code == 0
+
+    play(tmp_path / "control", script)
+
+
+def test_an_engine_that_keeps_no_requests_says_what_to_write(
+    engine: Engine, tmp_path: Path
+) -> None:
+    engine(cpu())
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        await shows(pilot, "write explain: {} into the engine's chain")
+
+    play(tmp_path / "control", script)
+
+
+def test_engines_hang_die_and_come_while_others_are_watched(
+    engine: Engine, hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_screen, "LATE", 0.2)
+    made = engine(cpu())
+    folder = tmp_path / "control"
+    status = STATUS.model_copy(update={"load_policy": "that of a victim"}).model_dump_json()
+    code = (
+        "import json, sys, time; from pathlib import Path\n"
+        "from tiers.control.control_server import ControlServer\n"
+        "found = json.loads(sys.argv[2])\n"
+        "ControlServer(Path(sys.argv[1]), 'victim', {'status': lambda _: found})\n"
+        "time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, folder, status]) as victim:
+
+        async def script(pilot: Pilot[None]) -> None:
+            try:
+                await shows(pilot, "(1 of 3)", f"engine engine-{os.getpid()}", "next engine")
+                await pilot.press("right")
+                await shows(pilot, f"engine {hung} (2 of 3)", "does not answer: it hangs")
+                await pilot.press("right")
+                await shows(pilot, f"engine victim-{victim.pid} (3 of 3)", "load policy that of")
+            finally:
+                victim.kill()
+            await shows(
+                pilot, "the engine is gone; this is its answer of", "disk degraded", "ghost disk ("
+            )
+            await pilot.press("left", "left")
+            await shows(pilot, f"engine engine-{os.getpid()} (1 of 2)")
+            made.generate([*range(42)], 2)
+            await shows(pilot, "42 prompt tokens")
+            named = [t for t in threading.enumerate() if t.name.startswith("kvtiers-watch")]
+            assert len(named) == 4 and all(thread.daemon for thread in named), "q would wait"
+
+        play(folder, script)
+
+
+HOSTILE = "\x1b[2J[/bold][red]\n\u202e"
+"""Moves a cursor, is markup that does not parse, begins a line."""
+
+
+def test_names_move_no_cursor_and_are_no_markup(serve: Callable[..., Path], tmp_path: Path) -> None:
+    tier = TIER.model_copy(update={"name": HOSTILE, "why": HOSTILE, "dropped_blocks": {HOSTILE: 1}})
+    status = STATUS.model_copy(update={"tiers": [tier], "load_policy": HOSTILE})
+    attempt = {"own_cache": 0, "computed": 1, "loaded": {HOSTILE: 2}, "milliseconds": {}}
+    times = dict.fromkeys(top_screen.WAITS, 0.5)
+    account = {"request": HOSTILE, "state": HOSTILE, "prompt_tokens": 3}
+    accounts = [{**account, "attempts": [{**attempt, "milliseconds": times}]}]
+    path = serve("a", status.model_dump(mode="json"), accounts)
+    path.rename(path.with_name(f"a{HOSTILE.replace('/', '')}.sock"))
+
+    async def script(pilot: Pilot[None]) -> None:
+        shown = "\\x1b[2J[/bold][red]\\n\\u202e"
+        lines = await shows(pilot, f"load policy {shown}", f"{shown} (disk)", f"dropped ({shown})")
+        assert not any(c in "".join(lines) for c in "\x1b\u202e")
+        await pilot.press("r")
+        await shows(pilot, f"{shown} 2"[:20])
+
+    play(tmp_path / "control", script)
+
+
+@pytest.mark.parametrize("status", [{"version": "9"}, [], None])
+def test_a_status_of_another_version_is_named(
+    serve: Callable[..., Path], tmp_path: Path, status: object
+) -> None:
+    serve("new", status)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await shows(pilot, "engine new-", "its answer is another version's")
+
+    play(tmp_path / "control", script)
+
+
+BAD_ACCOUNTS = [
+    {"request": "a"},
+    {"request": "b", "state": 1, "prompt_tokens": "x", "attempts": []},
+    {"request": "c", "attempts": [5]},
+]
+
+
+@pytest.mark.parametrize("explain", [{}, [5], BAD_ACCOUNTS], ids=str)
+def test_accounts_of_another_version_are_named(
+    serve: Callable[..., Path], tmp_path: Path, explain: object
+) -> None:
+    serve("new", STATUS.model_dump(mode="json"), explain)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        lines = await shows(pilot, "another version")
+        if explain == BAD_ACCOUNTS:
+            assert "\n".join(lines).count("an answer of another version") == 2 * len(BAD_ACCOUNTS)
+            await pilot.press("enter")
+            await shows(pilot, "│ an answer of another version")
+
+    play(tmp_path / "control", script)
+
+
+def test_on_a_terminal_it_draws_and_q_ends_it(engine: Engine, tmp_path: Path) -> None:
+    engine(cpu())
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    before = termios.tcgetattr(theirs)
+    arguments = [KVTIERS, "top", "--folder", str(tmp_path / "control")]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    drawn = b""
+    while b"reads and writes work" not in drawn:
+        drawn += os.read(ours, 1 << 16)
+    os.write(ours, b"q")
+    while b"\x1b[?1049l" not in drawn:  # the terminal's own screen comes back
+        drawn += os.read(ours, 1 << 16)
+    assert process.wait() == 0
+    assert termios.tcgetattr(theirs) == before
+    for end in (ours, theirs):
+        os.close(end)
+
+
+def test_where_it_can_not_draw_it_says_why(
+    kvtiers: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = kvtiers("top", "--folder", tmp_path)
+    assert (status, out) == (2, "") and "use `kvtiers status`" in err
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    status, out, err = kvtiers("top", "--folder", tmp_path)
+    assert (status, out) == (1, "")
+    assert err == "textual is not installed, which this needs: pip install 'kvtiers[top]'\n"

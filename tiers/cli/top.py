@@ -1,0 +1,43 @@
+"""`kvtiers top`: the tiers and requests of running engines, on a terminal."""
+
+from __future__ import annotations
+
+import sys
+
+from tiers.cli.arguments import ControlFolder, EngineName, refused
+
+
+def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
+    """Watch the tiers and the requests of running engines.
+
+    It shows the tiers as `kvtiers status` does, each second, and more of the selected one. Keys:
+    left and right change the engine, r shows the last and the slowest requests, Enter shows why a
+    request was served as it was, q ends. It needs a terminal, best of 80x24, and textual.
+
+    \b
+    pip install 'kvtiers[top]'
+    kvtiers top
+    kvtiers top --from engine-4711
+    """
+    from tiers.control.ask_engines import NoAnswer, sockets
+    from tiers.control.control_server import runtime_folder
+    from tiers.lab.extras import require_extra
+
+    require_extra("textual", "top")
+    # Textual reads the one and draws on the other.
+    if not all(stream and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__)):
+        raise refused("top draws on a terminal, and this is none; use `kvtiers status`")
+    folder = folder or runtime_folder()
+    try:
+        sockets(folder, engine)
+    except NoAnswer as error:
+        raise refused(error, status=1) from None
+
+    from tiers.cli.top_screen import Top
+    from tiers.control.watch_engines import EnginesWatch
+
+    watch = EnginesWatch(folder, engine)
+    try:
+        Top(watch).run(mouse=False)  # so that the terminal's own selection copies a name
+    finally:
+        watch.close()
