@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.errors import closest, one_of
 from spec.fields import ByteSize, Duration, FolderPath, exact_size, parse_size
-from spec.offloading import OffloadingSpec, TierName
+from spec.offloading import HostSpec, OffloadingSpec, StoreSpec, TierName
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 
 
@@ -155,6 +155,21 @@ class TenantSpec(BaseModel):
         le=0.9,
         description="Limit the part of each tier that hints of the tenant's requests retain. "
         "Unset: half of the chain's max_retained.",
+    )
+
+
+class WarmSpec(BaseModel):
+    """What is loaded into host memory when an engine starts, before it is asked for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: ByteSize | None = Field(
+        default=None,
+        description="Limit the bytes that are loaded, over all ranks. Unset: the capacity of the "
+        "first cpu tier.",
+    )
+    seconds: Duration = Field(
+        default=60.0, description="Limit how long it takes, from the opening of the tiers on."
     )
 
 
@@ -317,6 +332,12 @@ class ChainSpec(BaseModel):
         "requests with transfer parameters of another connector, and where no tier loaded any. "
         "Write false if clients without a cache salt should not know it.",
     )
+    warm: WarmSpec | None = Field(
+        default=None,
+        description="Load what was used last of the first store that knows it (disk does) into "
+        "the first cpu tier when the engine starts, beside the first requests. Unset: blocks come "
+        "with the requests that load them.",
+    )
     max_retained: float = Field(
         default=0.25,
         ge=0,
@@ -385,6 +406,25 @@ class ChainSpec(BaseModel):
         if len({rule.name for rule in tenants.values()}) > MAX_TENANT_NAMES:
             raise ValueError(f"{MAX_TENANT_NAMES - 1} names at most can be shown; remove some")
         return tenants
+
+    @field_validator("warm", mode="after")
+    @classmethod
+    def _have_something_to_warm(
+        cls, warm: WarmSpec | None, info: ValidationInfo
+    ) -> WarmSpec | None:
+        tiers = info.data.get("tiers")
+        if warm is None or not tiers:
+            return warm
+        host = next((tier.tier_name for tier in tiers if isinstance(tier, HostSpec)), None)
+        if host is None or not any(isinstance(tier, StoreSpec) for tier in tiers):
+            raise ValueError("the chain needs a cpu tier, and a store like disk; add it, or remove")
+        for rule in info.data.get("tenants", {}).values():
+            if rule.tiers is not None and host not in rule.tiers:
+                raise ValueError(
+                    f"a rule of tenants keeps blocks out of {host!r}, and whose a stored block is "
+                    "can't be told; remove one of both"
+                )
+        return warm
 
     @field_validator("ghosts", mode="after")
     @classmethod

@@ -65,7 +65,7 @@ class TierStore(Protocol):
 
     Processes: the scheduler's process and each worker open the store, and all see the same blocks.
 
-    Threads: calls overlap, of one verb and of several. In a worker one thread calls `put` and two
+    Threads: calls overlap, of one verb and of several. In a worker one thread calls `put` and three
     call `get`; in the scheduler's process four threads call `has`, and one `drop` and `clear`. The
     scheduler's own thread calls `peek` and `touch` if the spec says `is_prompt`.
 
@@ -195,6 +195,23 @@ class Warns(Protocol):
         every second or so, in the scheduler's process."""
 
 
+class RecentBlocks(NamedTuple):
+    """Keys of blocks, the one used last first. `before`: the place behind them, for the next call;
+    None: there are no more."""
+
+    keys: Sequence[bytes] = ()
+    before: int | None = None
+
+
+@runtime_checkable
+class Recent(Protocol):
+    """Capability: the store knows which blocks were used last."""
+
+    def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
+        """Some of the blocks whose keys begin with `namespace`, `count` at most, from the place
+        `before` on; None: from the one used last. It may be none of them though there are more."""
+
+
 @dataclass(frozen=True)
 class Usage:
     """What a store holds: `used` and `capacity` in bytes; capacity None: no bound of ours."""
@@ -315,6 +332,9 @@ class StoreWrapper(Capable):
 
     def warning(self) -> str:
         return self._inner_as(Warns).warning()
+
+    def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
+        return self._inner_as(Recent).recent(namespace, count, before)
 
     def usage(self) -> Usage:
         return self._inner_as(Measured).usage()

@@ -179,6 +179,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "max_wait",
         "tenants",
         "report_cached_tokens",
+        "warm",
         "max_retained",
         "staging",
         "on_reset",

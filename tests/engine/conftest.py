@@ -102,7 +102,7 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        extras = ("abort", "before", "is_async", "path", "preempt", "settled", "told")
+        extras = ("abort", "before", "is_async", "path", "preempt", "settled", "told", "warmed")
         more = {name: options.pop(name) for name in extras if name in options}
         control = options.pop("control", sockets)
         policy = options.pop("load_policy", "first")
@@ -111,7 +111,7 @@ def run_vllm(
         max_wait = options.pop("max_wait", "100s")
         on_reset = options.pop("on_reset", "forget")
         recording = {"record": {"path": str(options.pop("record"))}} if "record" in options else {}
-        recording |= {"tenants": options.pop("tenants")} if "tenants" in options else {}
+        recording |= {key: options.pop(key) for key in ("tenants", "warm") if key in options}
         engine = {
             "model": str(tiny_llama),
             "skip_tokenizer_init": True,

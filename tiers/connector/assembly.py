@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec, OffloadingSpec
+from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.connector.live_chain import LiveChain, OpenObservers, tenant_names
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
@@ -118,7 +118,16 @@ def scheduler_parts(
         rebuilder=LiveChain(chain, requests, opener, open_tier, names, observers, opens),
     )
     tiers = [open_tier(tier, chain) for tier in chain.tiers]
+    _warm(chain, tiers)
     return SchedulerParts(tiers, _names(chain), _identity(chain), settings)
+
+
+def _warm(chain: ChainSpec, children: Sequence[OffloadingScheduler]) -> None:
+    """Have the first store below the first cpu tier fill that one, where the chain says so."""
+    if chain.warm is not None:
+        hosts = [place for place, tier in enumerate(chain.tiers) if isinstance(tier, HostSpec)]
+        stores = [place for place, tier in enumerate(chain.tiers) if isinstance(tier, StoreSpec)]
+        children[stores[0]].warm(chain.warm, children[hosts[0]])
 
 
 def worker_parts(

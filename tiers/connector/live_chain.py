@@ -74,6 +74,8 @@ class LiveChain:
         for spec, tier in zip(chain.tiers, tiers, strict=True):
             tenants = Tenants(spec.tier_name, chain.tenants, chain.max_retained)
             tier.retune(spec, tenants, chain.promote, is_only, chain.max_wait)
+            if before.warm != chain.warm:
+                tier.stop_warming()
             if spec.tier_name not in self._names:
                 self._names.append(spec.tier_name)
         self._reopen_observers(before, chain)

@@ -122,6 +122,7 @@ def _job(kind: type[Any], item: type[Any], fields: dict[str, Any]) -> Any:
 class OffloadingConnectorMetadata:
     """One step's orders to the workers of one tier.
 
+    `slots_to_fill`: loads of no request, into slots, which are their items' targets.
     `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten.
     `idle`: the step computes nothing, so a worker may wait a moment for its transfers.
     `one_writer`: all ranks find one record of a block, which rank 0 stores.
@@ -130,6 +131,7 @@ class OffloadingConnectorMetadata:
 
     reqs_to_load: list[LoadJob] = field(default_factory=list)
     reqs_to_store: list[StoreJob] = field(default_factory=list)
+    slots_to_fill: list[LoadJob] = field(default_factory=list)
     jobs_to_flush: list[int] = field(default_factory=list)
     idle: bool = False
     one_writer: bool = False

@@ -20,6 +20,7 @@ COUNTERS = {
     "recompute_preferred": "Requests that computed what the tier held, because that was faster.",
     "loaded_blocks": "Blocks loaded and verified.",
     "loaded_bytes": "Bytes loaded.",
+    "warmed_blocks": "Blocks loaded into host memory when the engine had started (warm).",
     "load_timeouts": "Loads that a rank gave up, or did not begin, since they could not end within "
     "max_wait or before computing.",
     "load_failures": "Blocks found but not loaded; the engine recomputes them.",

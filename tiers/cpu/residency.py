@@ -300,7 +300,7 @@ class ArcResidency(SlotResidency):
 
     def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
         queue = AGAIN if self._arc.enter(key) else ONCE
-        if predecessor is not None and self._queues.where[predecessor] == queue:
+        if predecessor is not None and self._queues.where[predecessor] in (queue, self._overdue):
             self._queues.insert(slot, predecessor)
         else:
             self._queues.append(slot, queue)

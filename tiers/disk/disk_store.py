@@ -20,7 +20,7 @@ from tiers.disk.index.edit import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.index.index import UNREADABLE
 from tiers.disk.slab import DEFAULT_ACCESS, Access, slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
-from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, Usage
+from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, RecentBlocks, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,13 @@ class DiskStore(Capable):
         """Count live blocks, and the bytes of live and reserved slots, over all processes."""
         with self._folder.in_use() as folder:
             return folder.index.usage()
+
+    def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
+        """As `Recent` says; the index knows a block's use, and the block its whole key."""
+        with self._folder.in_use() as folder:
+            rows, after = folder.index.recent(index_key_prefix(namespace), count, before)
+            keys = self._spread(lambda row: _key(folder, *row), rows)
+        return RecentBlocks([key for key in keys if key.startswith(namespace)], after)
 
     def describe(self) -> str:
         io = "direct" if self._folder.slabs.is_direct else "buffered"
@@ -266,6 +273,16 @@ class DiskStore(Capable):
         for future in futures:
             future.result()
         return [outcomes[place] for place in range(len(items))]
+
+
+def _key(folder: OpenFolder, name: bytes, entry: Entry) -> bytes:
+    """The key of the block with this name and entry in the index; empty: it has another by now, or
+    can't be read."""
+    try:
+        header = parse_header(folder.slabs[entry.slot.size].header(entry.slot.number))
+    except (RecordError, OSError):
+        return b""
+    return header.key if index_key(header.key) == name else b""
 
 
 def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:

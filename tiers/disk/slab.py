@@ -138,6 +138,12 @@ class Slab:
                 payload[:] = slot[PAGE : PAGE + len(payload)]
             return bytes(slot[:HEADER_BYTES]), digest(payload)
 
+    def header(self, number: int) -> bytes:
+        """The header of a slot. Raises RecordError if the file is too short."""
+        with self._scratch.borrow() as slot:
+            self._read(number * self._size, [slot[:PAGE]], PAGE)
+            return bytes(slot[:HEADER_BYTES])
+
     def _read_cached(self, offset: int, payload: memoryview) -> tuple[bytes, bytes]:
         head, checksum = bytearray(PAGE), Checksum()
         parts = [memoryview(head)]

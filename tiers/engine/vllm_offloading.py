@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 UNHOSTED_OF_CHAIN = (
     *("tenants", "record", "ghosts", "explain", "events", "max_wait", "max_retained"),
-    "report_cached_tokens",
+    *("report_cached_tokens", "warm"),
 )
 """Settings of a chain that vLLM's connector leaves nobody to obey."""
 STAGING_ROWS = 1024

@@ -107,6 +107,15 @@ class SlotPool:
                 return slot
         return None
 
+    def rename(self, slot: int, key: bytes) -> bool:
+        """Let a claimed slot hold another key, unless a slot does so already; whether it does."""
+        if key in self._slots:
+            return False
+        self.forget(slot)
+        self._keys[slot] = key
+        self._slots[key] = slot
+        return True
+
     def key(self, slot: int) -> bytes | None:
         return self._keys.get(slot)
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.cmac import CMAC
 
 from tiers.host.slot_memory import slot_stride
-from tiers.store import Block, Clear, LocalIndex, TierStore, Touch, each
+from tiers.store import Block, Capability, Clear, LocalIndex, Recent, TierStore, Touch, each
 from tiers.wrappers.integrity import StagedStore
 
 AES_BYTES = 16
@@ -164,6 +164,10 @@ class EncryptedStore(StagedStore):
     def __init__(self, store: TierStore, keys: Sequence[bytes], payload_bytes: int) -> None:
         super().__init__(store, encrypted_bytes(payload_bytes))
         self._ciphers = [BlockCipher(key) for key in keys]
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store, but for Recent: the names that the store has lead back to no key."""
+        return None if kind is Recent else super().capability(kind)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._under_any("has", self._inner.has, keys)

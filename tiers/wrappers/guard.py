@@ -32,6 +32,8 @@ from tiers.store import (
     LocalIndex,
     Measured,
     PutCounts,
+    Recent,
+    RecentBlocks,
     Resizable,
     StoreWrapper,
     TierStore,
@@ -281,6 +283,16 @@ class Guarded(StoreWrapper):
                 if (resizable := capability(wanted[0], Resizable)) is not None:
                     resizable.resize(wanted[1])
                 self._resized = wanted
+
+    def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
+        """As the store; none while the tier is left alone."""
+        with self._enter(self._reads) as allowed:
+            if allowed:
+                found: object = cast(Recent, self._inner).recent(namespace, count, before)
+                if not isinstance(found, RecentBlocks):
+                    raise TierError(f"recent answered a {type(found).__name__}")
+                return found
+        return RecentBlocks()
 
     def damaged(self) -> int:
         """The store's count after the last load that worked; this does not ask it."""

@@ -127,6 +127,18 @@ def test_eviction_restart_and_replica(
         assert (*note, group.standing) == (BLOCK_TOKENS, False, True, 72, "usable")
 
 
+def test_after_a_restart_what_was_used_last_is_in_memory(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    tiers = [CPU, disk(tmp_path)]
+    run_vllm(ONE_BY_ONE, tiers, **IN_PROCESS)
+    warm = {"bytes": f"{2 * 18 * 2 * 4 * 2 * 32 * 32 * 4}B", "seconds": "1m"}
+    run = run_vllm(ONE_BY_ONE[::-1], tiers, warm=warm, warmed=36, **IN_PROCESS)
+    assert run.tokens == answers[::-1]
+    assert run.count("disk", "warmed_blocks") == 36
+    assert run.loaded() == {"cpu": COMPLETE / 2, "disk": COMPLETE / 2}
+
+
 def test_concurrent_requests_and_preemption(
     run_vllm: Callable[..., Run], plain: Run, tmp_path: Path
 ) -> None:

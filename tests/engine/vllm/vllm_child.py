@@ -9,8 +9,9 @@ how many tokens of its answer it is preempted, and the engine's own cache emptie
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
 arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training` or
 `live_changes`, that are called before it, or with `preempt` when it is preempted, and their
-arguments), `settled` (whether each batch begins when all that was stored before is there) and
-`is_async` (whether the engine is an AsyncLLM).
+arguments), `warmed` (how many blocks are loaded into host memory before the first batch), `settled`
+(whether each batch begins when all that was stored before is there) and `is_async` (whether the
+engine is an AsyncLLM).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
@@ -100,6 +101,7 @@ def run(job: dict[str, Any]) -> None:
     if change := before.get("start"):
         (getattr(damage, change[0], None) or getattr(training, change[0]))(*change[1:])
     llm: Any = training.Async(**job["engine"]) if job.get("is_async") else LLM(**job["engine"])
+    settle(llm, warmed=job.get("warmed", 0))
     batches = []
     spoken: list[list[int]] = []
     for number, batch in enumerate(job["batches"]):
@@ -199,14 +201,20 @@ def adapter(tokens: list[int], max_tokens: int, more: Request | None = None) -> 
     return LoRARequest(Path(folder).name, number, folder) if folder else None
 
 
-def settle(llm: Any) -> None:
+def settle(llm: Any, warmed: int = 0) -> None:
     """Let stores under way end, each at its tier's deadline: counters come with steps, and a busy
-    machine's last stores end after the last request's."""
+    machine's last stores end after the last request's. And wait for this many `warmed` blocks."""
     from vllm import SamplingParams, TokensPrompt
 
     late = time.monotonic() + 30
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
-    while time.monotonic() < late and any(t.get("storing_jobs") for t in counters(llm).values()):
+
+    def is_over() -> bool:
+        tiers = counters(llm).values()
+        loaded = sum(tier.get("warmed_blocks", 0) for tier in tiers)
+        return loaded >= warmed and not any(tier.get("storing_jobs") for tier in tiers)
+
+    while time.monotonic() < late and not is_over():
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
 
 

@@ -61,7 +61,15 @@ class PendingMove:
     result: JobResult = field(default_factory=JobResult)
 
 
-Pending = PendingLoad | PendingStore | PendingMove
+@dataclass
+class PendingFill:
+    """A load into slots in flight. `result`: of the ranks that have ended."""
+
+    job: LoadJob
+    result: JobResult = field(default_factory=JobResult)
+
+
+Pending = PendingLoad | PendingStore | PendingMove | PendingFill
 
 
 class Jobs:
@@ -72,7 +80,9 @@ class Jobs:
         self._ids = itertools.count()
         self._in_flight: dict[int, Pending] = {}
         # Counted up and down: thousands may be in flight, and every step reports how much.
-        self._counts = {PendingLoad: [0, 0], PendingStore: [0, 0], PendingMove: [0, 0]}
+        self._counts = {
+            kind: [0, 0] for kind in (PendingLoad, PendingStore, PendingMove, PendingFill)
+        }
         """Jobs and blocks of each kind."""
 
     def __len__(self) -> int:
@@ -113,7 +123,7 @@ class Jobs:
 
     def gauges(self, block_bytes: int) -> dict[str, float]:
         """Counts and bytes of loads and stores in flight, over all ranks (see `stats`)."""
-        (loads, loading), (stores, storing), _ = self._counts.values()
+        (loads, loading), (stores, storing), *_ = self._counts.values()
         return {
             "loading_jobs": float(loads),
             "loading_bytes": float(loading * block_bytes),

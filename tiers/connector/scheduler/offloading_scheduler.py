@@ -8,18 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from spec.chain import WarmSpec
 from spec.offloading import OffloadingSpec
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.admission import Admission, Tenants
-from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingMove
+from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingMove, PendingStore
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.open_tier import NOT_OPEN, TierOpener
 from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.connector.scheduler.tier_stores import TierStores
+from tiers.connector.scheduler.warming import Warming
 from tiers.contract.block_groups import MISSING
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.messages import (
@@ -80,6 +82,16 @@ class OffloadingScheduler(SchedulerConnector):
         self._reported: dict[str, float] = {}
         self._is_news = False
         self._evicted_seen = 0
+        self._warming: Warming | None = None
+
+    def warm(self, spec: WarmSpec, target: OffloadingScheduler) -> None:
+        """Load into a host tier what was used last of this one, once both are open."""
+        self._warming = Warming(spec, self._tier, target._tier, self._jobs, self._now)
+
+    def stop_warming(self) -> None:
+        """Load nothing more for no request: the chain has changed."""
+        if self._warming is not None:
+            self._warming.stop("the chain has changed")
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -145,6 +157,7 @@ class OffloadingScheduler(SchedulerConnector):
         """Store nothing more; what is in flight ends."""
         self._stores.is_paused = True
         self._stores.drop_last_offers()
+        self.stop_warming()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -233,7 +246,8 @@ class OffloadingScheduler(SchedulerConnector):
         opened, or events of before a restart."""
         ends_soon = self.manager.completes_on_gather or self._jobs.any_loading
         has_news = self._is_news or self._tier.kv_events.is_announcing or self.manager.is_shrinking
-        return (bool(self._jobs) and ends_soon) or has_news
+        is_warming = self._warming is not None and self._warming.waits
+        return (bool(self._jobs) and ends_soon) or has_news or is_warming
 
     def lookup_times(self, request: Request) -> LookupTimes:
         if (request_state := self._requests.get(request)) is None:
@@ -424,8 +438,11 @@ class OffloadingScheduler(SchedulerConnector):
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
             self.manager.wait_a_moment()
+        fills: list[LoadJob] = []
+        if self._warming is not None:
+            fills = self._warming.orders(idle, self._jobs.any_loading)
         one_writer = self._tier.open.one_writer
-        orders = OffloadingConnectorMetadata(loads, stores, flush, idle, one_writer)
+        orders = OffloadingConnectorMetadata(loads, stores, fills, flush, idle, one_writer)
         if self.manager.completes_on_gather:
             self._shrink(orders)
         return orders
@@ -455,8 +472,10 @@ class OffloadingScheduler(SchedulerConnector):
                 self._load_ended(ended)
             elif isinstance(ended, PendingMove):
                 self.manager.moved(ended.job.items, ended.result.failed)
-            elif ended is not None:
+            elif isinstance(ended, PendingStore):
                 self._stores.ended(ended)
+            elif ended is not None and self._warming is not None:
+                self._warming.ended(ended)
 
     def take_events(self) -> list[BlockEvent]:
         return self._tier.kv_events.take()

@@ -9,7 +9,7 @@ from itertools import compress
 from operator import and_
 
 from tiers.contract.generation import Generation, space_of
-from tiers.store import LocalIndex, TierStore
+from tiers.store import LocalIndex, Recent, RecentBlocks, TierStore
 
 
 class RankKeys:
@@ -46,6 +46,12 @@ class RankKeys:
         tag = self._generation.tag  # once: a reset may come at any time, on another thread
         is_ours = bool(keys) and keys[0].endswith(tag)
         return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
+
+    def recent(self, store: Recent, count: int, before: int | None) -> RecentBlocks:
+        """The blocks of no generation whose part of the first rank was used last."""
+        space = self._namespaces[0]
+        names, after = store.recent(space, count, before)
+        return RecentBlocks([bytes(name[len(space) :]) for name in names], after)
 
     def peek(self, index: LocalIndex, keys: Sequence[bytes]) -> list[bool]:
         """Look up in the store's index which blocks it holds. Misses of the first rank are not

@@ -20,7 +20,16 @@ from tiers.connector.scheduler.store_keys import RankKeys, RecentKeys, Visibilit
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.contract.generation import Generation
-from tiers.store import LocalIndex, Measured, TierStore, Usage, Warns, capability
+from tiers.store import (
+    LocalIndex,
+    Measured,
+    Recent,
+    RecentBlocks,
+    TierStore,
+    Usage,
+    Warns,
+    capability,
+)
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
 logger = logging.getLogger(__name__)
@@ -242,6 +251,10 @@ class StoreManager(TierManager):
         used = [*compress(keys, held)]
         self._uses.note(used, at_once=index is not None)
         return [*map(not_, held)]
+
+    def recent(self, count: int, before: int | None) -> RecentBlocks | None:
+        recent = capability(self._store, Recent)
+        return None if recent is None else self._parts.recent(recent, count, before)
 
     def pinnable(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those that an index holds now, of a store that takes uses."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
 from tiers.contract.messages import SlotMove
-from tiers.store import Usage
+from tiers.store import RecentBlocks, Usage
 from tiers.wrappers.guard import HEALTHY, Health
 
 NOTHING_USED = Usage(0, 0, None)
@@ -67,6 +67,11 @@ class TierManager:
 
     def touch_prefix(self, keys: Sequence[bytes]) -> None:
         """A prefix was stored in several steps: have its first block evicted last."""
+
+    def recent(self, count: int, before: int | None) -> RecentBlocks | None:
+        """Keys of the blocks used last, see `store.Recent`; None: the tier can't tell. It does I/O,
+        on the caller's thread."""
+        return None
 
     def pinnable(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of these blocks that the tier has and can pin for a hint."""

@@ -89,6 +89,16 @@ class Checksums:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
+class _Filled:
+    """Stands for the gather of slots that are filled."""
+
+    def wait(self) -> None:
+        """They are."""
+
+
+_FILLED = _Filled()
+
+
 class HostSlots:
     """One worker's slots, their copier, and what each slot holds.
 
@@ -380,6 +390,20 @@ class HostSlots:
         if self._checksums is not None:
             self._checksums.begin(slots, copy)
         return copy
+
+    def empty(self, slots: Sequence[int]) -> None:
+        """Let these slots hold nothing: something else than a gather fills them."""
+        if self._prefault is not None:
+            self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
+        for slot in slots:
+            self._holds.pop(slot, None)
+            self._gathers.pop(slot, None)
+
+    def filled(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        """These slots hold these blocks now, verified."""
+        self._holds.update(zip(slots, keys, strict=True))
+        if self._checksums is not None:
+            self._checksums.begin(slots, _FILLED)
 
     def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
         """Wait for the gathers of these slots; True for each that then holds its key's block.

@@ -19,6 +19,7 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.connector.worker.filling import Filling
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.namespace_notes import NamespaceNotes
@@ -244,6 +245,7 @@ class OffloadingWorker(WorkerConnector):
         )
         load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         self._loading = Loading(self._log_name, host, load_rate, self._verify)
+        self._filling = Filling(name, host, load_rate)
         if self._verify or spec is not None:
             host.keep_checksums()
         writers = 1 if host.engine.replicated else host.engine.world_size
@@ -273,6 +275,7 @@ class OffloadingWorker(WorkerConnector):
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 store = open_guarded(spec, site)
                 self._loading.serve(store, handshake.namespace)
+                self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
                 self._puts.serve(store, handshake.namespace, notes)
                 self._store = store
@@ -362,6 +365,7 @@ class OffloadingWorker(WorkerConnector):
         if orders.vacated is not None:
             self._host.vacated(*orders.vacated)
         self._loading.begin(orders.reqs_to_load)
+        self._filling.begin(orders.slots_to_fill)
 
     def _orders(self) -> OffloadingConnectorMetadata:
         assert isinstance(self._metadata, OffloadingConnectorMetadata), "no step is bound"
@@ -375,6 +379,7 @@ class OffloadingWorker(WorkerConnector):
             # Engines may leave `wait_for_save` out of a step that computes nothing.
             self.wait_for_save()
         ended = self._loading.ended(meta.idle)
+        self._ended.update({job.job_id: result for job, result in self._filling.ended(meta.idle)})
         results = TransferResults(finished_recving={load.job.request_id for load in ended})
         for job, result, damaged in ended:
             self._note_end(job.job_id, len(job.items), result, "load")
@@ -511,6 +516,7 @@ class OffloadingWorker(WorkerConnector):
             logger.warning(line, self._log_name, lost)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._loading.close(max(0.0, until - time.monotonic()))
+        self._filling.close(max(0.0, until - time.monotonic()))
         if self._store is not None:
             self._store.close(HUNG_CLOSE_SECONDS if lost else None)
 

@@ -39,6 +39,7 @@ from tiers.block import FORMAT_VERSION
 from tiers.disk.index.edit import (
     INDEX_KEY_BYTES,
     ROW,
+    STAMP,
     STATE,
     Edit,
     Entry,
@@ -103,6 +104,8 @@ _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
 """Of LMDB's lock file: a line of the processor's cache a reader, and its header."""
 
+_LOOKED_THROUGH = 1 << 14
+"""Rows that a search for the blocks used last looks at, at most: 10 ms."""
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "changes", "meta")
 _FORMAT = f"kvtiers index {INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
 
@@ -309,6 +312,27 @@ class Index:
             cursor = txn.cursor()
             found = islice(cursor, limit) if cursor.set_range(after + b"\0") else ()
             return [(key, parse_entry(data)) for key, data in found]
+
+    def recent(
+        self, beginning: bytes, count: int, before: int | None
+    ) -> tuple[list[tuple[bytes, Entry]], int | None]:
+        """Live blocks whose keys begin with these bytes, `count` at most, the one used last first,
+        of those used before the stamp `before`; and the stamp to go on with, None: at the end."""
+        found: list[tuple[bytes, Entry]] = []
+        with self.begin() as txn:
+            blocks, cursor = self.tables["blocks"], txn.cursor(self.tables["recency"])
+            is_behind = before is not None and cursor.set_range(STAMP.pack(before))
+            more = cursor.prev() if is_behind else cursor.last()
+            for _ in range(_LOOKED_THROUGH):
+                if not more:
+                    return found, None
+                before, key = fields(STAMP, cursor.key())[0], cursor.value()
+                if key.startswith(beginning) and (row := txn.get(key, db=blocks)) is not None:
+                    found.append((key, parse_entry(row)))
+                    if len(found) >= count:
+                        break
+                more = cursor.prev()
+        return found, before
 
     def times(self) -> list[tuple[int, int]]:
         """Moments, in seconds since the epoch, and the last stamp before each, in order."""
