@@ -443,7 +443,10 @@ def _close_opened(opening: Future[Guarded | None]) -> None:
         store.close()
 
 
-UNHOSTED = {"store_threshold", "max_inflight", "store_rate", "load_rate", "write_budget", "verify"}
+UNHOSTED = {
+    *("store_threshold", "max_inflight", "store_rate", "load_rate", "write_budget", "verify"),
+    "paused",
+}
 """Settings of a tier that decide about loads and stores: here vLLM decides about those."""
 
 

@@ -246,7 +246,7 @@ def test_ghosts_and_records_follow(tmp_path: Path) -> None:
 
 
 def chains(path: Path) -> list[ChainSpec]:
-    """Chains that lead to each other: by order, by settings, with and without a disk."""
+    """Chains that lead to each other: by order, sizes and settings, with and without a disk."""
     a, b = cpu(12), disk(path, "160KiB")
     return [
         chain_of(a, b),
@@ -254,6 +254,7 @@ def chains(path: Path) -> list[ChainSpec]:
         chain_of(a),
         chain_of(a, {**b, "durability": "batch"}, promote=False),
         chain_of({**a, "store_threshold": 2}, b, load_policy="longest", store="prompt"),
+        chain_of(cpu(24), {**b, "capacity": "320KiB"}),
     ]
 
 
