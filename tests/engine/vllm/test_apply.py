@@ -40,13 +40,14 @@ def test_no_token_differs_while_the_chain_changes(
         return {**fixed, **live, "tiers": list(tiers), **more}
 
     small = {**disk, "capacity": "32MiB"}
+    half, double = ({**cpu, "capacity": size} for size in ("6MiB", "24MiB"))
     chains = [
         chain(disk, cpu),
-        chain(small, cpu, load_policy="stitched"),
+        chain(small, half, load_policy="stitched"),
         chain(cpu),
         chain(cpu, disk, salt="another"),
         chain(cpu, disk),
-        chain(cpu, {**disk, "durability": "batch", "store_threshold": 2}),
+        chain(double, {**disk, "durability": "batch", "store_threshold": 2}),
         chain(cpu, disk),
     ]
     report = tmp_path / "report.json"
