@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.errors import closest, one_of
-from spec.fields import ByteSize, Duration, FolderPath, exact_size, parse_size
+from spec.fields import ByteSize, Duration, FolderPath, exact_size, mask_secrets, parse_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec, TierName
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 
@@ -511,3 +511,26 @@ def _hashable(value: object) -> object:
     except TypeError:
         return repr(value)
     return value
+
+
+def resolved(chain: ChainSpec) -> dict[str, Any]:
+    """The chain with its defaults, as it is written; nobody's salt is in it."""
+    dumped = chain.model_dump(mode="json", exclude_none=True)
+    dumped["salt"] = "***" if chain.salt else "none"
+    # Cache salts keep tenants apart: whoever knows one can ask for that tenant's blocks.
+    dumped["tenants"] = len(chain.tenants) or "none"
+    return dumped
+
+
+def shown_chain(chain: ChainSpec) -> dict[str, Any]:
+    """The same without secrets that a plugin's settings might show: what anyone may see."""
+    shown: dict[str, Any] = _masked(resolved(chain))
+    return shown
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _masked(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_masked(item) for item in value]
+    return mask_secrets(value) if isinstance(value, str) else value

@@ -287,6 +287,11 @@ def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
     )
 
 
+def parse_chain(text: str) -> ChainSpec:
+    """Make a chain from YAML that is in no file. Raises SpecError, NotYaml."""
+    return _validate(read_yaml(text), "chain", ChainSpec, _EXAMPLE, WRITTEN)
+
+
 def load_document(
     path: Path, model: type[Model], example: str, context: Mapping[str, object] | None = None
 ) -> Model:

@@ -81,6 +81,7 @@ ROOMS: dict[str, set[str]] = {
         "connector/scheduler",
         "contract",
         "explain",
+        "host",
         "concurrency",
     },
     "connector/policy": {"contract", "explain", "concurrency", "loading"},

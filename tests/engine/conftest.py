@@ -152,6 +152,7 @@ def run_vllm(
             said,
             data["explained"],
             data["status"],
+            data["running"],
             [[r.get("logits", []) for r in batch] for batch in data["batches"]],
             [[(a, b) for a, b in batch[0].get("chunks", [])] for batch in data["batches"]],
             [[r.get("params") for r in batch] for batch in data["batches"]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from spec.offloading import OffloadingSpec
 
 COLUMNS = ("order", "name", "type", "settings")
-_HIDDEN = "***"
 
 
 def validate(
@@ -34,6 +33,7 @@ def validate(
     kvtiers validate chain.yaml
     kvtiers validate --json - < chain.yaml
     """
+    from spec.chain import shown_chain
     from spec.load import load_chain
     from spec.registry import stdout_to_stderr
 
@@ -45,7 +45,7 @@ def validate(
         typer.echo(json.dumps({"problems": error.problems}, indent=1))
         raise typer.Exit(2) from None
     with stdout_to_stderr():  # plugins' serializers run
-        whole = _masked(_resolved(chain)) if as_json else None
+        whole = shown_chain(chain) if as_json else None
         rows = [
             (str(order), str(tier.name), tier.type, _settings(tier))
             for order, tier in enumerate(chain.tiers, 1)
@@ -69,28 +69,10 @@ def _settings(tier: OffloadingSpec) -> str:
     return one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in keys))
 
 
-def _resolved(chain: ChainSpec) -> dict[str, Any]:
-    """The chain with its defaults, as it is written; nobody's salt is in it."""
-    dumped = chain.model_dump(mode="json", exclude_none=True)
-    dumped["salt"] = _HIDDEN if chain.salt else "none"
-    # Cache salts keep tenants apart: whoever knows one can ask for that tenant's blocks.
-    dumped["tenants"] = len(chain.tenants) or "none"
-    return dumped
-
-
-def _masked(value: Any) -> Any:
-    """The value without secrets that a plugin's settings might show."""
-    from spec.fields import mask_secrets
-
-    if isinstance(value, dict):
-        return {key: _masked(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_masked(item) for item in value]
-    return mask_secrets(value) if isinstance(value, str) else value
-
-
 def _chain_settings(chain: ChainSpec) -> str:
-    dumped = _resolved(chain)
+    from spec.chain import resolved
+
+    dumped = resolved(chain)
     del dumped["tiers"]
     if not dumped["ghosts"]:
         del dumped["ghosts"]

@@ -22,6 +22,7 @@ from tiers.cli.data import export, gc, import_, inspect, scrub, verify
 from tiers.cli.demo import demo
 from tiers.cli.doctor import doctor
 from tiers.cli.explain import explain
+from tiers.cli.recommend import recommend
 from tiers.cli.replay import replay
 from tiers.cli.soak import soak
 from tiers.cli.status import status
@@ -32,7 +33,7 @@ from tiers.errors import KVTiersError, TraceError
 COMMANDS = (
     *(validate, config, schema, doctor, status, top, explain, apply),
     *(inspect, verify, scrub, export, import_, gc),
-    *(demo, bench, soak, curve, replay, tune),
+    *(demo, bench, soak, curve, replay, tune, recommend),
 )
 
 app = typer.Typer(

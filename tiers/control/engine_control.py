@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from tiers.control.control_server import (
     Verb,
     runtime_folder,
 )
+from tiers.control.running_chain import RunningChain
 from tiers.control.status_board import StatusBoard
 from tiers.explain.explanations import answer
 
@@ -31,8 +33,12 @@ class Control:
     """A chain's socket. A thread opens it, since its folder may hang; a folder that can't be used
     is one line in the log, and the engine serves without."""
 
-    def __init__(self, chain: ChainSpec, scheduler: MultiScheduler) -> None:
+    def __init__(
+        self, chain: ChainSpec, scheduler: MultiScheduler, file: Path | None = None
+    ) -> None:
+        """`file`: the chain's, if it was read from one."""
         self._chain = chain
+        self._file = file
         self._scheduler = scheduler
         self._server: ControlServer | None = None
         self._is_closed = False
@@ -53,6 +59,7 @@ class Control:
             "explain": self._explain,
             "apply": self._changes.apply,
             "change": self._changes.change,
+            "chain": self._running,
         }
         try:
             server = ControlServer(folder, spec.name, verbs)
@@ -70,6 +77,14 @@ class Control:
         if parameters:
             raise QuestionRefused("status takes no parameters")
         return self.board.status(version("kvtiers")).model_dump(mode="json")
+
+    def _running(self, parameters: Mapping[str, Any]) -> Any:
+        if parameters:
+            raise QuestionRefused("chain takes no parameters")
+        changes = self._scheduler.changes
+        chain = self._chain if changes is None else changes.chain
+        found = RunningChain.of(chain, self._file, self._scheduler, self.board, version("kvtiers"))
+        return found.model_dump(mode="json")
 
     def _explain(self, parameters: Mapping[str, Any]) -> Any:
         if self._chain.explain is None:

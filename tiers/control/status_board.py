@@ -95,6 +95,16 @@ class StatusBoard:
             for before, after in pairwise(at_ends)
         ]
 
+    def store_rates(self, ranks: int) -> dict[str, float]:
+        """Bytes a second that each tier stored while a job of it ran, by the last jobs, as if all
+        ranks store at once. Raises RuntimeError if something grew while it was read."""
+        samples = {key: sum(values) for key, values in list(self._samples.items())}
+        return {
+            tier: ranks * samples[tier, "store_size_bytes"] / seconds
+            for (tier, name), seconds in samples.items()
+            if name == "store_seconds" and seconds and (tier, "store_size_bytes") in samples
+        }
+
     def status(self, version: str) -> EngineStatus:
         """The status now. Raises RuntimeError if something grew while it was read."""
         now = self._now()

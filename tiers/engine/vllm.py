@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -276,7 +277,9 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
             parts = scheduler_parts(chain, info)
             settings = replace(parts.settings, wake=waker())
             MultiScheduler.__init__(self, *parts._replace(settings=settings))
-            self._control = Control(chain, self)
+            named = vllm_config.kv_transfer_config.kv_connector_extra_config["chain"]
+            file = Path(named).absolute() if isinstance(named, str | Path) else None
+            self._control = Control(chain, self, file)
         else:
             settings = MultiSettings(load_policy(vllm_config), vllm_config.cache_config.block_size)
             listed = self._listed(vllm_config, role, kv_cache_config)

@@ -103,6 +103,11 @@ class Recording:
     now: Callable[[], float] = time.monotonic
 
 
+def writer_name(host: str, pid: int) -> str:
+    """A process's name in the names of the files that it records."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', host)[:64]}-{pid}"
+
+
 class RecordWriter:
     """Writes lines into the folder of a recording, as long as that works. A folder that fails is
     tried again later; meanwhile requests are dropped."""
@@ -113,8 +118,7 @@ class RecordWriter:
         self._recording = recording
         self._began = recording.now()
         self._began_unix = time.time() * 1000
-        host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
-        self._name = f"{host}-{os.getpid()}"
+        self._name = writer_name(socket.gethostname(), os.getpid())
         spec = recording.spec
         self._path = spec.path
         self._folder = RecordFolder(spec.path, spec.max, spec.keep, self._name, self._header)

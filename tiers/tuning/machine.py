@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    model_validator,
+)
 
 from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
@@ -14,6 +21,8 @@ from spec.load import load_document, problem_line
 from spec.offloading import OffloadingSpec
 from tiers.tuning.report import DAY, YEAR
 
+KNOWN = "known"
+"""The key of a context of validation with what a machine or a budget need not write."""
 EXAMPLE = "write kv_bytes_per_token, engine_cache, prefill_rate and tiers"
 
 
@@ -139,6 +148,23 @@ class Machine(BaseModel, frozen=True, extra="forbid"):
         default_factory=dict, description="A profile for each tier, by its name or its type."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _know(cls, written: object, info: ValidationInfo) -> object:
+        known = (info.context or {}).get(KNOWN, {}).get("machine")
+        if known is None or not isinstance(written, Mapping):
+            return written
+        tiers = written.get("tiers", {})
+        if isinstance(tiers, Mapping):
+            both = {name: tiers.get(name, {}) for name in (*known["tiers"], *tiers)}
+            tiers = {
+                name: {**known["tiers"].get(name, {}), **tier}
+                if isinstance(tier, Mapping)
+                else tier
+                for name, tier in both.items()
+            }
+        return {**known, **written, "tiers": tiers}
+
     def profile(self, name: str, tier_type: str) -> TierProfile:
         """The profile of a tier. Raises SpecError where neither name nor type has one."""
         found = self.tiers.get(name) or self.tiers.get(tier_type)
@@ -155,9 +181,9 @@ class Machine(BaseModel, frozen=True, extra="forbid"):
         return found
 
 
-def load_machine(path: str | Path) -> Machine:
-    """Read a machine from a YAML or JSON file.
+def load_machine(path: str | Path, known: Mapping[str, Any] | None = None) -> Machine:
+    """Read a machine from a YAML or JSON file. What it leaves out is as in `known["machine"]`.
 
     Raises SpecError with a line for each problem: file, line, key, what was found, what would do.
     """
-    return load_document(Path(path), Machine, EXAMPLE)
+    return load_document(Path(path), Machine, EXAMPLE, {KNOWN: known or {}})

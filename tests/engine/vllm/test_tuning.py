@@ -12,11 +12,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from spec.chain import shown_chain
+from spec.load import load_chain
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Batch, Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.support.explaining import check_sums
 from tiers.cli.main import app
 from tiers.control.engine_status import EngineStatus
+from tiers.control.running_chain import RunningChain
 
 pytestmark = pytest.mark.vllm
 
@@ -80,6 +83,17 @@ def check_status(run: Run, prompt_tokens: int) -> None:
     assert min(shares) > 0 and sum(shares) < 1
 
 
+def check_running(run: Run) -> None:
+    """The engine says what `kvtiers recommend` needs."""
+    running = RunningChain.model_validate(run.running)
+    assert running.block_tokens == BLOCK_TOKENS
+    assert running.kv_bytes_per_token == TOKEN_BYTES
+    assert running.cache_tokens == OWN_BLOCKS * BLOCK_TOKENS
+    assert running.store_bytes_per_second["disk"] > 0
+    assert [tier["type"] for tier in running.chain["tiers"]] == ["cpu", "disk"]
+    assert shown_chain(load_chain(Path(running.file or ""))) == running.chain
+
+
 def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
     """The replays' hit tokens are those that the engine counted, of its own cache and of each tier,
     within 1%; every request is explained, and what is told adds up to the counts.
@@ -102,6 +116,7 @@ def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path:
     counted = {name: int(run.count(name, "hit_tokens")) for name in ("cpu", "disk")}
     assert sum(counted.values()) == run.external_hits
     assert min(counted.values()) > 1000, "both tiers serve"
+    check_running(run)
     check_status(run, sum(len(prompt) for prompt, *_ in asked))
     own = sum(map(sum, run.cached)) - int(run.external_hits)
     chain = {"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers, **stitched}

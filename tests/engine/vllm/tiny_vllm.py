@@ -99,7 +99,7 @@ class EngineFailed(AssertionError):
 @dataclass(frozen=True)
 class Run:
     """What one engine answered, how soon (`ttft`: seconds to the first token), what its tiers
-    counted, how it explained its requests, and its status."""
+    counted, how it explained its requests, its status, and the chain that it runs."""
 
     tokens: list[list[list[int]]]
     cached: list[list[int]]
@@ -113,6 +113,7 @@ class Run:
     log: str
     explained: list[dict[str, Any]]
     status: dict[str, Any]
+    running: dict[str, Any]
     logits: list[list[list[list[float]]]]
     """By batch, request, and token of the answer."""
     chunks: list[list[tuple[int, int]]]

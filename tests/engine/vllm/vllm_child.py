@@ -143,6 +143,7 @@ def run(job: dict[str, Any]) -> None:
         "drafts_accepted": total(llm, "vllm:spec_decode_num_accepted_tokens"),
         "explained": asked(job, "explain", {"last": 1000}) or [],
         "status": asked(job, "status", {}) or {},
+        "running": asked(job, "chain", {}) or {},
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))

@@ -127,6 +127,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.for_each(lambda child: child.on_new_request(request))
 
     @property
+    def engine(self) -> EngineInfo:
+        """What the chain knows of its engine."""
+        return self._requests.engine
+
+    @property
     def is_up(self) -> bool:
         """Whether any tier is; other connectors of the engine need no marks of ours."""
         return any(getattr(child, "is_up", False) for child in self.children)

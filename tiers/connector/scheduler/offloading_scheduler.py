@@ -184,6 +184,11 @@ class OffloadingScheduler(SchedulerConnector):
         """See `Tier.condition`."""
         return self._tier.condition()
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, over all ranks that store a part of it; 0: it is not open."""
+        return self._tier.open.block_bytes
+
     def room(self) -> tuple[int, int]:
         """Bytes that its blocks take, and that it may hold (0: no bound of ours), as of a moment
         ago. May be called by any thread."""

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from spec.errors import SpecError, one_of
 from spec.fields import ByteSize, Duration
@@ -14,6 +21,7 @@ from spec.load import load_document
 from spec.offloading import HostSpec, OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
 from tiers.tuning.machine import (
+    KNOWN,
     SIZE_KEYS,
     Machine,
     Price,
@@ -135,14 +143,20 @@ class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
         default=None, description="Price of a GPU for a month, for the objective cost."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _know(cls, written: object, info: ValidationInfo) -> object:
+        known = (info.context or {}).get(KNOWN, {})
+        return {**known, **written} if isinstance(written, Mapping) else written
+
     @field_validator("machine", mode="before")
     @classmethod
     def _read(cls, machine: object, info: ValidationInfo) -> object:
+        context = info.context or {}
         if not isinstance(machine, str):
             return machine
-        folder = (info.context or {}).get("folder", Path())
         try:
-            return load_machine(folder / machine)
+            return load_machine(context.get("folder", Path()) / machine, context.get(KNOWN))
         except SpecError as error:
             raise ValueError("; ".join(error.problems)) from None
 
@@ -182,9 +196,12 @@ class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
         return next(m for m in self.media if m.type == kind)
 
 
-def load_budget(path: Path) -> Budget:
-    """Read a budget from a YAML file; a profile that it names lies beside it.
+def load_budget(path: Path, known: Mapping[str, Any] | None = None) -> Budget:
+    """Read a budget from a YAML file; a profile that it names lies beside it. What it leaves out
+    is as in `known`, also a machine's keys and those of its tiers.
 
     Raises SpecError with a line for each problem: file, line, key, what was found, what would do.
     """
-    return load_document(path, Budget, _EXAMPLE, context={"folder": path.parent})
+    return load_document(
+        path, Budget, _EXAMPLE, context={"folder": path.parent, KNOWN: known or {}}
+    )

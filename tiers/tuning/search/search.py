@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import SimJob, Simulations
-from tiers.tuning.search.space import Space, simplicity
+from tiers.tuning.search.space import Space
 from tiers.tuning.simulation.sim_chain import SimChain
 
 BEAM = 4
@@ -225,7 +225,7 @@ class Trials:
     def _rank(self, one: Evaluated) -> tuple[Score, tuple[float, ...], int]:
         # The last is the order of asking: processes end in any order, and ties must not hang on it.
         order = self._asked[one.chain]
-        return one.score, simplicity(one.chain, self.space.budget.machine), order
+        return one.score, self.space.simplicity(one.chain), order
 
 
 def search(trials: Trials, limit: int, is_over: Callable[[], bool] = lambda: False) -> None:

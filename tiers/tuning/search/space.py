@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
+from math import log2
 
 from spec.chain import LOAD_POLICIES
 from spec.fields import exact_size, format_rate
@@ -103,13 +104,30 @@ class ChainStep:
 
 class Space:
     """The chains of a budget. `sizes`: bytes that are worth trying for each tier type, the largest
-    first."""
+    first. `present`: a chain with a tier of each type at most. Then its sizes are worth trying too,
+    all that no search chooses is as in it, and of equal chains the simplest is the one with the
+    fewest changes."""
 
-    def __init__(self, budget: Budget, sizes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        sizes: Mapping[str, Sequence[int]],
+        present: SimChain | None = None,
+    ) -> None:
         self.budget = budget
-        self.sizes = sizes
+        self.present = present
+        self._base = SimChain(())
         self._rates = {m.type: write_budgets(m, budget) for m in budget.media}
         self._given = {m.type: SimTier.of(m.tier()) for m in budget.media}
+        if present is not None:
+            self._base = replace(present, tiers=())
+            now = {tier.type: tier for tier in present.tiers if tier.type in self._given}
+            self._given |= now
+            for kind, tier in now.items():
+                if tier.write_budget is not None:
+                    self._rates[kind] = (tier.write_budget, *filter(None, self._rates[kind]))
+                sizes = {**sizes, kind: sorted({*sizes[kind], tier.capacity or 0}, reverse=True)}
+        self.sizes = sizes
 
     def tier(self, medium: BudgetMedium) -> SimTier:
         """A medium's tier with its settings and else the defaults, as large as is worth trying;
@@ -121,21 +139,24 @@ class Space:
         """No tiers, then each order of each choice of media, with defaults for the rest; the
         fastest first also with each load policy, and a tier that has a write budget also with a
         store threshold, which spends less of it."""
-        yield SimChain(())
+        if self.present is not None:
+            yield self.present
+        yield replace(self._base, tiers=())
         media = []
         for tier in map(self.tier, self._by_speed()):
             thresholds = THRESHOLDS[: 1 if tier.write_budget is None else 2]
             media.append([replace(tier, store_threshold=threshold) for threshold in thresholds])
         for count in range(1, len(media) + 1):
             for choices in permutations(media, count):
-                yield from map(SimChain, product(*choices))
+                yield from (replace(self._base, tiers=tiers) for tiers in product(*choices))
             for choices in combinations(media, count):
                 tiers = tuple(choice[0] for choice in choices)
-                yield from (SimChain(tiers, policy) for policy in policies(count))
+                for policy in policies(count):
+                    yield replace(self._base, tiers=tiers, load_policy=policy)
 
     def fastest_first(self) -> SimChain:
         """A careful guess: all media in the order of their bandwidth, `stitched`."""
-        return SimChain(tuple(self.tier(medium) for medium in self._by_speed()))
+        return replace(self._base, tiers=tuple(map(self.tier, self._by_speed())))
 
     def _by_speed(self) -> list[BudgetMedium]:
         tiers = self.budget.machine.tiers
@@ -174,9 +195,10 @@ class Space:
 
     def _of(self, chain: SimChain, tiers: tuple[SimTier, ...]) -> SimChain:
         """The chain with other tiers, and without settings that mean nothing for these."""
-        policy = chain.load_policy if chain.load_policy in policies(len(tiers)) else POLICIES[0]
-        when = chain.load_when if self._may_be_slow(tiers) else LOAD_WHEN[0]
-        promote = chain.promote or len(tiers) < 2
+        known, base = chain.load_policy in policies(len(tiers)), self._base
+        policy = chain.load_policy if known else base.load_policy
+        when = chain.load_when if self._may_be_slow(tiers) else base.load_when
+        promote = chain.promote if len(tiers) > 1 else base.promote
         return replace(chain, tiers=tiers, load_policy=policy, load_when=when, promote=promote)
 
     def _may_be_slow(self, tiers: Sequence[SimTier]) -> bool:
@@ -204,6 +226,29 @@ class Space:
             if rate != tier.write_budget:
                 text = "none" if rate is None else format_rate(rate)
                 yield _with(chain, tier, "write_budget", text, write_budget=rate)
+
+    def simplicity(self, chain: SimChain) -> tuple[float, ...]:
+        """A chain's place among equal ones, the simplest first."""
+        if self.present is None:
+            return simplicity(chain, self.budget.machine)
+        return (*distance(chain, self.present), *simplicity(chain, self.budget.machine))
+
+
+def distance(chain: SimChain, present: SimChain) -> tuple[float, float]:
+    """How many changes lead from one chain to another, and how large those of sizes are, in
+    doublings. Their tiers differ in type."""
+    ours, theirs = ({tier.type: tier for tier in each.tiers} for each in (chain, present))
+    shared = [kind for kind in theirs if kind in ours]
+    count = len(ours.keys() ^ theirs.keys()) + (shared != [kind for kind in ours if kind in theirs])
+    count += sum(
+        getattr(chain, key) != getattr(present, key)
+        for key in ("load_policy", "load_when", "promote")
+    )
+    keys = ("capacity", "eviction", "store_threshold", "write_budget")
+    pairs = [(ours[kind], theirs[kind]) for kind in shared]
+    count += sum(getattr(one, key) != getattr(other, key) for one, other in pairs for key in keys)
+    doublings = (log2((one.capacity or 1) / (other.capacity or 1)) for one, other in pairs)
+    return count, sum(map(abs, doublings))
 
 
 def policies(tiers: int) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from tiers.tuning.search.search import (
     score,
     search,
 )
-from tiers.tuning.search.space import Space, growth, simplicity, worth_trying
+from tiers.tuning.search.space import Space, growth, worth_trying
 from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
@@ -60,7 +60,7 @@ class TuneOptions:
 
     `limit`: chains, `seconds`: of the search. `processes`: see `Simulations`. `judge`: requests of
     another trace, by which the chosen chain is judged. `serve`: serves finalists for real, on the
-    searched requests.
+    searched requests. `near_present`: see `present` of `Space`.
     """
 
     limit: int = LIMIT
@@ -69,6 +69,7 @@ class TuneOptions:
     processes: int = 0
     judge: Sequence[TraceRequest] | None = None
     serve: ServeRequests | None = None
+    near_present: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,12 @@ def tune(
     block_bytes = block_tokens * budget.machine.kv_bytes_per_token
     curves = measure(searched, block_tokens, second_use=False)
     grows = growth(curves)
-    space = Space(budget, worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes)))
+    now = None if present is None else present_chain(present, budget)
+    sizes = worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes))
+    space = Space(budget, sizes, now if options.near_present else None)
     compared = {"fastest first": space.fastest_first(), "none": SimChain(())}
-    if present is not None:
-        compared = {"present": present_chain(present, budget), **compared}
+    if now is not None:
+        compared = {"present": now, **compared}
     workload = Workload.of(requests, block_tokens)
     is_cut_off = False
     finalists: Mapping[str, Finalist] = {}
@@ -153,7 +156,7 @@ def tune(
         try:
             search(trials, options.limit, lambda: time.monotonic() > ends)
             trials.run(compared.values())
-            chosen = settled(trials, grows is not None)
+            chosen = settled(trials, grows is not None and space.present is None)
             served: Mapping[str, Finalist] = {}
             if options.serve is not None:
                 serve = partial(
@@ -237,18 +240,17 @@ def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluat
     """The simplest chain that equals the best: step by step, each compared with the best. `grows`:
     later requests will use more room than these. `may_try`: chains that were not tried too."""
     space = trials.space
-    machine = space.budget.machine
     best = chosen = trials.best
     assert best is not None and chosen is not None, "something was tried"
     while True:
-        known = simplicity(chosen.chain, machine)
+        known = space.simplicity(chosen.chain)
         steps = (step.chain for step in space.steps(chosen.chain))
-        simpler = [chain for chain in steps if simplicity(chain, machine) < known]
+        simpler = [chain for chain in steps if space.simplicity(chain) < known]
         tried = trials.run(simpler, None if may_try else 0)
         equal = [one for one in tried if _equals(one, best, trials, grows)]
         if not equal:
             return chosen
-        chosen = min(equal, key=lambda one: simplicity(one.chain, machine))
+        chosen = min(equal, key=lambda one: space.simplicity(one.chain))
 
 
 def _equals(one: Evaluated, best: Evaluated, trials: Trials, grows: bool) -> bool:

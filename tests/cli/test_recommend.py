@@ -1,0 +1,230 @@
+"""`kvtiers recommend` beside an engine of this process, by what that engine recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from spec.load import load_chain
+from tests.cli.conftest import Ran
+from tests.support.replay_chains import close
+from tests.tuning.known_traffic import loop, mixed, once
+from tiers.control.engine_control import Control
+from tiers.lab.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay.model import VOCABULARY
+from tiers.traces.recorded import FileHeader, encode_header, encode_request
+from tiers.traces.trace import TraceRequest
+
+Kvtiers = Callable[..., Ran]
+MODEL = ReplayModel(width=64)
+"""Its blocks have four tokens."""
+BLOCK = 4096
+"""Bytes of one."""
+RATES = """
+machine:
+  prefill_rate: 400
+  tiers: {cpu: {load_bandwidth: 100MB/s, store_bandwidth: 100MB/s, price_per_gb_month: 3}}
+"""
+"""A token takes 2.5 ms to compute and 10 us to load."""
+
+
+class Served:
+    """An engine that has served documents, a second apart by its clock, and can still be asked."""
+
+    def __init__(self, folder: Path, capacity: str, record: bool, is_real_time: bool) -> None:
+        self.folder, self.seconds = folder, 0.0
+        self.file = folder / "chain.yaml"
+        text = f"""\
+# of our group
+version: 1
+tiers:
+  - type: cpu        # fast
+    capacity: {capacity}  # half of it
+load_when: always
+salt: ours           # a secret
+control: {{folder: {folder / "control"}}}
+"""
+        self.file.write_text(text + f"record: {{path: {folder / 'trace'}}}\n" * record)
+        chain = load_chain(self.file)
+        clock = time.monotonic if is_real_time else lambda: self.seconds
+        self.engine = ReplayEngine(chain, MODEL, num_blocks=32, now=clock)
+        assert self.engine.connector is not None
+        self.control = Control(chain, self.engine.connector, self.file)
+
+    def serve(self, documents: Iterable[tuple[int, int]]) -> None:
+        """Serve them, until they are recorded and counted."""
+        count = 0
+        for document, blocks in documents:
+            count += 1
+            self.seconds += 1.0
+            ids = range(document * 100, document * 100 + blocks)
+            prompt = [(block % VOCABULARY, block // VOCABULARY, 0, 0) for block in ids]
+            self.engine.generate([*(token for four in prompt for token in four), 1], max_tokens=1)
+            self.engine.settle()
+        until = time.monotonic() + 20
+        while time.monotonic() < until and self.recorded() < count:
+            time.sleep(0.05)
+        self.control.board.measured({"chain": self.engine.stats})
+
+    def recorded(self) -> float:
+        if not (self.folder / "trace").exists():
+            return float("inf") if "record" not in self.file.read_text() else 0
+        self.engine.take_stats()
+        counted = self.engine.stats.data.get("(chain)", {}).get("recorded_requests", 0.0)
+        assert not isinstance(counted, list)
+        return counted
+
+    def close(self) -> None:
+        self.control.close()
+        close(self.engine)
+
+
+Serving = Callable[..., Served]
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made: list[Served] = []
+
+    def serve(
+        documents: Iterable[tuple[int, int]],
+        capacity: str = "400KiB",
+        record: bool = True,
+        is_real_time: bool = False,
+    ) -> Served:
+        made.append(served := Served(tmp_path, capacity, record, is_real_time))
+        (tmp_path / "rates.yaml").write_text(RATES)
+        served.serve(documents)
+        until = time.monotonic() + 10
+        while not list((tmp_path / "control").glob("*.sock")) and time.monotonic() < until:
+            time.sleep(0.01)
+        return served
+
+    yield serve
+    for served in made:
+        served.close()
+
+
+def arguments(served: Served, *more: object) -> list[object]:
+    budget = ["--budget", served.folder / "rates.yaml", "--chains", 40, "--processes", 1]
+    return ["recommend", "--folder", served.folder / "control", *budget, *more]
+
+
+def test_a_larger_tier_is_advised_where_documents_do_not_fit(
+    kvtiers: Kvtiers, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty documents in turn, of 10 blocks: an LRU of 100 blocks has none when it is asked."""
+    served = serving(loop(20, 10, 420))
+    new, all_of_it = served.folder / "new.yaml", served.folder / "all.json"
+    ran = kvtiers(*arguments(served, "--output", new, "--json", all_of_it))
+    assert (ran.status, ran.err) == (0, "")
+    assert "Change: cpu" in ran.out and "capacity: 400KiB -> " in ran.out
+    assert "Tokens from tiers, simulated and counted by the engine: cpu 0% and 0%." in ran.out
+    before, after = served.file.read_text().splitlines(), new.read_text().splitlines()
+    ((old, line),) = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    assert "capacity: 400KiB  # half of it" in old and line.endswith("  # half of it")
+    (tier,) = load_chain(new).tiers
+    assert tier.capacity_bytes >= 200 * BLOCK
+    found = json.loads(all_of_it.read_text())
+    assert found["verdict"] == "change" and found["change_if_rates_are_off"][1] < -0.5
+    assert "ours" not in ran.out
+    assert found["diff"]["tiers"][0]["keys"][0]["key"] == "capacity"
+    # All documents need 800 KiB, and 200 are free.
+    monkeypatch.setattr("tiers.control.running_chain.spare_memory", lambda: 200 << 10)
+    rates = served.folder / "rates.yaml"
+    rates.write_text(f"media: [{{type: cpu, limit: 1GB}}]\n{RATES}")
+    ran = kvtiers(*arguments(served, "--json", all_of_it))
+    sizes = json.loads(all_of_it.read_text())["tuned"]["sizes"]["cpu"]
+    assert ran.status == 0 and 400 << 10 < sizes[0] <= 600 << 10
+    served.file.write_text(new.read_text())
+    ran = kvtiers(*arguments(served))
+    assert (ran.status, ran.out) == (2, "") and "runs another chain; tiers differ" in ran.err
+
+
+def trace(folder: Path, documents: Iterable[tuple[int, int]]) -> Path:
+    """A recording of requests a second apart."""
+    file = folder / "trace.jsonl"
+    lines = [encode_header(FileHeader(4, 0.0, kv_bytes_per_token=1024))]
+    for at, (document, blocks) in enumerate(documents):
+        ids = [document << 16 | block for block in range(blocks)]
+        lines.append(encode_request(TraceRequest(at * 1000.0, 4 * blocks + 1, 1, ids)))
+    file.write_bytes(b"".join(lines))
+    return file
+
+
+def test_a_chain_that_serves_all_stays(kvtiers: Kvtiers, serving: Serving) -> None:
+    served = serving(loop(2, 10, 4), "4MiB")
+    traffic = islice(mixed((loop(8, 10, 500), 4), (once(3, 500), 1)), 420)
+    new = served.folder / "new.yaml"
+    ran = kvtiers(*arguments(served, trace(served.folder, traffic), "--output", new))
+    assert (ran.status, ran.err) == (0, "")
+    assert "\nStay: " in ran.out and not new.exists()
+
+
+def test_a_recording_that_fills_no_tier_is_too_short(kvtiers: Kvtiers, serving: Serving) -> None:
+    """Ever more documents come back, all of which the tier has room for."""
+    served = serving(loop(2, 10, 4), "64MiB")
+    traffic = islice(((rng_place(at), 10) for at in range(420)), 420)
+    ran = kvtiers(*arguments(served, trace(served.folder, traffic)))
+    assert (ran.status, ran.err) == (1, "")
+    assert re.search(r"^Record longer: .* fill none of the tiers", ran.out, re.M)
+    assert re.search(r"Record for another \d+ (minutes|hours)\.$", ran.out, re.M)
+
+
+def rng_place(at: int) -> int:
+    """Each second document came before, half as long ago as the recording lasts."""
+    return at if at % 2 else at // 4 * 2 + 1
+
+
+def test_nothing_is_told_of_too_little(kvtiers: Kvtiers, serving: Serving) -> None:
+    """Too few requests, and rates that were not measured."""
+    served = serving(loop(20, 10, 100))
+    ran = kvtiers(*arguments(served))
+    assert (ran.status, ran.err) == (1, "")
+    assert "Record longer: 100 requests in 99 seconds are too few" in ran.out
+    assert "Record 300 more, for about 5 minutes" in ran.out
+    file = trace(served.folder, loop(20, 10, 420))
+    ran = kvtiers("recommend", file, "--folder", served.folder / "control")
+    assert (ran.status, ran.out) == (1, "")
+    assert "can't tell: the engine has not measured loads from cpu and computing" in ran.err
+
+
+def test_what_the_engine_has_measured_is_enough(kvtiers: Kvtiers, serving: Serving) -> None:
+    traffic = [(number, 28) for number in (1, 2, 3, 1, 2, 3, 4, 3, 2, 1, 5, 1)]
+    served = serving(traffic, "1MiB", is_real_time=True)
+    file = trace(served.folder, loop(20, 10, 420))
+    ran = kvtiers("recommend", file, "--from", "engine", "--folder", served.folder / "control")
+    assert ran.status in (0, 1) and ran.err == ""
+    assert re.search(r"^Rates: [\d,]+ prompt tokens/s .*; cpu loads [\d.]+[MG]/s after", ran.out)
+    assert re.search(r"^(Change|Stay|Record longer): ", ran.out, re.M)
+
+
+def test_bad_input_is_named(
+    kvtiers: Kvtiers, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serving(loop(20, 10, 3), record=False)
+    other = served.folder / "other.jsonl"
+
+    def says(*more: object) -> str:
+        ran = kvtiers(*arguments(served, *more))
+        assert (ran.status, ran.out) == (2, "")
+        return ran.err
+
+    assert "add record: {path: /var/lib/kvtiers-trace}, and" in says()
+    other.write_bytes(encode_header(FileHeader(16, 0.0)))
+    error = says(other)
+    assert "other.jsonl: found block_tokens of 16, and the engine has 4" in error
+    other.write_bytes(encode_header(FileHeader(4, 0.0, kv_bytes_per_token=7)))
+    assert "found kv_bytes_per_token of 7, and the engine has 1,024" in says(other)
+    other.write_bytes(encode_header(FileHeader(4, 0.0)))
+    assert "other.jsonl: found no request" in says(other)
+    monkeypatch.setattr("tiers.control.engine_control.version", lambda name: "0.0.1")
+    assert "runs kvtiers 0.0.1, and this is" in says()
+    ran = kvtiers("recommend", other, "--chain", served.file)
+    assert (ran.status, ran.out) == (2, "") and "found no request" in ran.err

@@ -1,0 +1,183 @@
+"""What to change of a running chain, if anything: the present chain against the best one found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.machine import Machine
+from tiers.tuning.report import aligned, seconds
+from tiers.tuning.search.chain_text import change, name, percent
+from tiers.tuning.search.processes import Simulations
+from tiers.tuning.search.search import Evaluated, Gap, Split, beats, gap
+from tiers.tuning.search.tune import ENOUGH, Tuned
+from tiers.tuning.simulation.workload import Workload
+
+RATES_OFF = 1.25
+"""Rates measured at another load, or of another hour, are off by as much: a change is advised where
+it is better with each of them so much higher and lower, too."""
+WORTH = 0.02
+"""A change costs blocks of the tiers that it touches, and somebody's time; less is not worth it."""
+_COLUMNS = ("", "TTFT mean", "p50", "p99", "from tiers", "computed", "life", "price")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do. `why`: in a sentence. `gap`: of the best chain from the present one; `worst` and
+    `least`: its share where rates are off, the worst and the best case. `more`: how many
+    more seconds to record, and requests that come meanwhile."""
+
+    verdict: Literal["change", "stay", "record longer"]
+    why: str
+    gap: Gap | None = None
+    worst: float | None = None
+    least: float | None = None
+    more: tuple[float, int] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        share, margin = self.gap or (None, None)
+        return {
+            "verdict": self.verdict,
+            "why": self.why,
+            "change": share,
+            "margin": margin if margin is None or math.isfinite(margin) else None,
+            "change_if_rates_are_off": [self.least, self.worst],
+            "more_seconds": self.more and self.more[0],
+            "more_requests": self.more and self.more[1],
+        }
+
+
+def too_few(requests: Sequence[TraceRequest]) -> Advice | None:
+    """The advice where no search of so few requests means anything; None: they are enough."""
+    split = Split()
+    needed = round(ENOUGH / min(split.searched - split.warm, 1 - split.searched))
+    more = needed - len(requests)
+    if more <= 0:
+        return None
+    lasted = _lasted(requests)
+    time = lasted / len(requests) * more
+    why = (
+        f"{len(requests):,} requests in {_span(lasted)} are too few to tell chains apart: "
+        f"{needed:,} are needed at least. Record {more:,} more, for about {_span(time)} as they "
+        "come"
+    )
+    return Advice("record longer", why, more=(time, more))
+
+
+def advise(tuned: Tuned, requests: Sequence[TraceRequest], block_tokens: int) -> Advice:
+    """Compare the chain chosen near the present one with it, on requests that no choice saw."""
+    best, present, budget = tuned.judged["chosen"], tuned.judged["present"], tuned.budget
+    if best.chain == present.chain:
+        return _nothing_better(tuned, requests, "No chain that was tried is better", None)
+    found = gap(best.report, present.report, budget)
+    shares = [found.share, *_off(best, present, tuned, requests, block_tokens)]
+    least, worst = min(shares), max(shares)
+    changed = (
+        f"{name(best.chain)}: {budget.objective} comes to {change(found, budget.objective)}; "
+        f"between {_signed(least)} and {_signed(worst)} where rates are a quarter off"
+    )
+    keeps_more = best.score.excess < present.score.excess
+    if beats(best.report, present.report, budget) and (worst <= -WORTH or keeps_more):
+        return Advice("change", changed, found, worst, least)
+    little = "too little to tell" if not found.is_certain else f"less than {percent(WORTH)}"
+    advice = _nothing_better(tuned, requests, f"The best found, {changed}: {little}", found)
+    return Advice(advice.verdict, advice.why, found, worst, least, advice.more)
+
+
+def _nothing_better(
+    tuned: Tuned, requests: Sequence[TraceRequest], why: str, found: Gap | None
+) -> Advice:
+    """Stay, unless the recording is too short to fill any tier and reuse has not settled."""
+    present, lasted = tuned.judged["present"], _lasted(requests)
+    used = zip(present.chain.tiers, present.report.tiers, strict=True)
+    fills = [
+        lasted * ((tier.capacity or 0) / max(1, use.held_bytes) - 1)
+        for tier, use in used
+        if use.held_bytes is not None
+    ]
+    if tuned.growth is None or len(fills) < len(present.chain.tiers):
+        return Advice("stay", why, found)
+    more = max(lasted, min(fills, default=0.0))
+    why += (
+        f". But {_span(lasted)} fill none of the tiers, and the traffic has not settled "
+        f"({tuned.growth}): what comes back later is not in it. Record for another {_span(more)}"
+    )
+    return Advice("record longer", why, found, more=(more, round(len(requests) / lasted * more)))
+
+
+def _off(
+    best: Evaluated,
+    present: Evaluated,
+    tuned: Tuned,
+    requests: Sequence[TraceRequest],
+    block_tokens: int,
+) -> Iterator[float]:
+    """How the best chain compares with the present one for machines whose rates are off."""
+    workload = Workload.of(requests, block_tokens)
+    jobs = [(one.chain, 1.0, tuned.split.searched) for one in (best, present)]
+    for machine in _machines_off(tuned.budget.machine):
+        with Simulations(workload, machine) as simulations:
+            ours, theirs = simulations.run(jobs)
+            budget = tuned.budget.model_copy(update={"machine": machine})
+            yield gap(ours, theirs, budget).share
+
+
+def _machines_off(machine: Machine) -> Iterator[Machine]:
+    for factor in (RATES_OFF, 1 / RATES_OFF):
+        yield machine.model_copy(update={"prefill_rate": machine.prefill_rate * factor})
+        tiers = {
+            key: tier.model_copy(
+                update={
+                    "load_bandwidth": tier.load_bandwidth * factor,
+                    "store_bandwidth": tier.store_bandwidth * factor,
+                    "load_latency": tier.load_latency / factor,
+                }
+            )
+            for key, tier in machine.tiers.items()
+        }
+        yield machine.model_copy(update={"tiers": tiers})
+
+
+def comparison(tuned: Tuned) -> str:
+    """The present chain and the best, as a table with a line for each chain's name."""
+    present, best = tuned.judged["present"], tuned.judged["chosen"]
+    shown = {"present": present} | ({"best": best} if best.chain != present.chain else {})
+    rows = [_COLUMNS, *(_row(label, one) for label, one in shown.items())]
+    head, *lines = aligned(rows)
+    named = zip(lines, shown.values(), strict=True)
+    return "\n".join([head, *(f"{line}\n    {name(one.chain)}" for line, one in named)])
+
+
+def _row(label: str, one: Evaluated) -> tuple[str, ...]:
+    report = one.report
+    lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
+    price = report.price_per_month
+    return (
+        label,
+        seconds(report.ttft_mean),
+        seconds(report.ttft_p50),
+        seconds(report.ttft_p99),
+        percent(report.tier_hit_tokens / max(1, report.prompt_tokens)),
+        percent(report.computed_tokens / max(1, report.prompt_tokens)),
+        f"{min(lives):.2g} y" if lives else "-",
+        "-" if price is None else f"{price:,.0f}",
+    )
+
+
+def _lasted(requests: Sequence[TraceRequest]) -> float:
+    return max(1e-3, (requests[-1].timestamp - requests[0].timestamp) / 1000)
+
+
+def _span(value: float) -> str:
+    """Seconds as an operator reads them."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if value >= 2 * size:
+            return f"{value / size:.0f} {unit}"
+    return f"{math.ceil(value)} seconds"
+
+
+def _signed(share: float) -> str:
+    return f"{'-' if share < 0 else '+'}{percent(abs(share))}"
