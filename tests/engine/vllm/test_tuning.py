@@ -76,7 +76,10 @@ def check_status(run: Run, prompt_tokens: int) -> None:
         counted = run.tiers[tier.name]
         assert tier.sums == {name: counted[name] for name in tier.sums}
         assert tier.sums["loaded_tokens"] > 0 and tier.load_seconds is not None
-        assert 0 < tier.used_bytes <= tier.capacity_bytes
+        # A busy machine's store is asked seldom how much it holds.
+        assert (tier.name == "disk" or tier.used_bytes > 0) and (
+            tier.used_bytes <= tier.capacity_bytes
+        )
     # Requests that only keep the engine stepping have a token each.
     assert prompt_tokens <= status.prompt_tokens <= prompt_tokens + 1000
     shares = [tier.token_share or 0.0 for tier in status.tiers]
