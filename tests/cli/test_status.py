@@ -21,6 +21,7 @@ TIER = TierStatus(
     type="disk",
     state="degraded",
     why="writes are down: OSError: No space left on device",
+    paused="",
     capacity_bytes=200 << 30,
     used_bytes=50 << 30,
     token_share=0.5,

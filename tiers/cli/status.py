@@ -99,6 +99,8 @@ def row(tier: TierStatus) -> tuple[str, ...]:
 
 def notes(tier: TierStatus) -> Iterator[str]:
     """What else an operator should know of a tier."""
+    if tier.paused:
+        yield f"paused: {tier.paused}"
     if tier.why:
         yield one_line(tier.why)
     elif tier.state != "open":

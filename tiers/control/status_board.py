@@ -169,6 +169,7 @@ class StatusBoard:
             type=spec.type,
             state=state,
             why=why,
+            paused=spec.paused or "",
             capacity_bytes=capacity,
             used_bytes=used,
             token_share=_share(sums.get("loaded_tokens", 0.0), prompts[0]),
