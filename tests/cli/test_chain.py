@@ -34,7 +34,7 @@ def tier(text: str) -> str:
 
 BROKEN = [
     Broken("unknown key", tier("{type: disk, capcity: 1GiB, path: /a}"), 4, "tiers[1].capcity", "an unknown key", "did you mean capacity?"),
-    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_threshold, capacity"),
+    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_threshold, paused, capacity"),
     Broken("unknown key at the top", f"{HEAD}{CPU}promot: true\n", 4, "promot", "an unknown key", "did you mean promote?"),
     Broken("renamed load", f"{HEAD}{CPU}load: stitched\n", 4, "load", "a key that was renamed", "write load_policy"),
     Broken("renamed store_after", tier("{type: cpu, capacity: 1GiB, store_after: 2}"), 4, "tiers[1].store_after", "a key that was renamed", "write store_threshold"),

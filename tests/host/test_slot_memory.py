@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import resource
@@ -34,14 +35,14 @@ SLOT = 1 << 20
 
 
 def resident(memory: SlotMemory) -> int:
-    """Bytes of a memory's own mapping that the system has given."""
-    start = f"{memory.rows.data_ptr():x}-"
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        if line.startswith(start):
-            rss = next(one for one in lines if one.startswith("Rss:"))
-            return int(rss.split()[1]) << 10
-    raise AssertionError("the mapping has no line of its own")
+    """Bytes of all that a memory may have that the system has given. By pages, since its mapping
+    may be one with its neighbour's."""
+    rows = memory._all_rows
+    pages = (ctypes.c_ubyte * -(-rows.nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(rows.nbytes)
+    assert libc.mincore(address, length, pages) == 0, ctypes.get_errno()
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import tier_class
 from tests.support.lookups import look_up
@@ -215,7 +216,8 @@ def test_what_may_pass_is_tried_again_while_nobody_asks(
     caplog.set_level(logging.INFO)
     store = opened(raising(error))
     assert "plugin (package tests) is unusable for now" in caplog.text
-    assert store.has([make_key()]) == [False] and store.health == FAILED
+    assert store.has([make_key()]) == [False]
+    assert store.health == FAILED._replace(why=describe_error(error))
     OPEN[:] = [Store]
     until(lambda: store.health == HEALTHY)
     store.close()

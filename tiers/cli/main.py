@@ -79,6 +79,8 @@ def main() -> None:
         typer.echo(str(error), err=True)
         sys.exit(1)
     except OSError as error:
+        if stdout is not None:
+            stdout.discard()  # else the interpreter tries to write the rest at its end
         where = f"{error.filename}: " if error.filename else ""
         typer.echo(f"{where}the command was stopped: {error.strerror or error}", err=True)
         sys.exit(1)
@@ -98,16 +100,17 @@ class _UntilUnread:
         try:
             return self._stream.write(text)
         except BrokenPipeError:
-            self._unread()
+            self.discard()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except BrokenPipeError:
-            self._unread()
+            self.discard()
 
-    def _unread(self) -> None:
+    def discard(self) -> None:
+        """Print nothing more."""
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._stream.fileno())
         os.close(null)

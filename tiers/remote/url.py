@@ -118,9 +118,12 @@ def parse_url(value: object) -> RedisUrl:
 
 
 def _split(value: str) -> SplitResult:
-    # urlsplit quotes text that it can't read, which may be a piece of a password.
+    # urlsplit quotes text that it can't read, which may be a piece of a password. And of Python's
+    # later versions it takes no brackets beside other hosts, so it does not see the hosts.
+    scheme, _, rest = value.partition("://")
+    hosts = re.split(r"[/?#]", rest, maxsplit=1)[0]
     try:
-        parts = urlsplit(value)
+        parts = urlsplit(f"{scheme}://{rest[len(hosts) :]}")._replace(netloc=hosts)
     except ValueError:
         raise ValueError(_NO_URL) from None
     if "@" in value:

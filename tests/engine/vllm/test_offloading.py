@@ -190,6 +190,9 @@ def test_a_chain_becomes_host_memory_and_a_tier_for_each_store(tmp_path: Path) -
     assert settings_of(disk(tmp_path), staging="3MiB")["cpu_bytes_to_use"] == 3 << 20
 
 
+NOWHERE = {"type": "disk", "capacity": "64MiB", "path": "/nowhere"}
+
+
 @pytest.mark.parametrize(
     ("chain", "match"),
     [
@@ -199,7 +202,7 @@ def test_a_chain_becomes_host_memory_and_a_tier_for_each_store(tmp_path: Path) -
         ({"explain": {}}, "the chain has explain, which vLLM's"),
         ({"events": {"ownership": True}}, "the chain has events, which vLLM's"),
         ({"max_wait": "1s"}, "the chain has max_wait, which vLLM's"),
-        ({"warm": {}}, "the chain has warm, which vLLM's"),
+        ({"warm": {}, "tiers": [CPU, NOWHERE]}, "the chain has warm, which vLLM's"),
         ({"report_cached_tokens": False}, "the chain has report_cached_tokens, which vLLM's"),
         ({"on_reset": "keep"}, "on_reset: keep"),
         ({"tiers": [{**CPU, "store_threshold": 2}]}, "'cpu' has store_threshold"),

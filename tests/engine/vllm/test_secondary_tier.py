@@ -17,6 +17,7 @@ import pytest
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tests.support.clock import wait_for
+from tiers.records import NamespaceNote
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
 
@@ -69,6 +70,9 @@ class Hosting:
 
     def looked(self) -> Callable[[], bool]:
         return lambda: self.unchanged
+
+    def note(self, payload_bytes: int) -> NamespaceNote:
+        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, 1, False, False, 0.0)
 
     def end_step(self) -> None: ...
 
