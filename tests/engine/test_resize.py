@@ -95,8 +95,8 @@ def test_host_memory_is_given_back_and_the_blocks_used_last_stay(
     assert measured(made, "capacity_bytes", "cpu") == 88 * block
     assert scheduler.blocks_held == 88 and measured(made, "evictions", "cpu") == 88
     wait_for(lambda: len(memory.rows) == 128)
-    if world_size == 1:  # else both ranks' memory is one mapping
-        wait_for(lambda: resident(memory) <= 128 * SLOT)
+    # A huge page's end, which nobody uses, may stay beyond what there was.
+    wait_for(lambda: resident(memory, (176 + 40) * SLOT) <= 128 * SLOT)
     before = measured(made, "hit_tokens", "cpu")
     ask(made, PROMPTS[8:], world_size)
     assert measured(made, "hit_tokens", "cpu") == before + 8 * 40, "no block of them was lost"

@@ -34,13 +34,14 @@ def test_a_child_does_not_get_the_slots() -> None:
 SLOT = 1 << 20
 
 
-def resident(memory: SlotMemory) -> int:
-    """Bytes of all that a memory may have that the system has given. By pages, since its mapping
-    may be one with its neighbour's."""
+def resident(memory: SlotMemory, size: int | None = None) -> int:
+    """Bytes that the system has given of all that a memory may have, or of its first `size`. By
+    pages, since its mapping may be one with its neighbour's."""
     rows = memory._all_rows
-    pages = (ctypes.c_ubyte * -(-rows.nbytes // mmap.PAGESIZE))()
+    size = rows.nbytes if size is None else size
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
-    address, length = ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(rows.nbytes)
+    address, length = ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(size)
     assert libc.mincore(address, length, pages) == 0, ctypes.get_errno()
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
