@@ -22,6 +22,7 @@ from tests.support.topologies import (
     cluster_command,
     joined,
     move_slot,
+    slots_of,
     wait_until,
 )
 from tiers.errors import TierUnavailable
@@ -71,7 +72,8 @@ def test_blocks_lie_on_every_master_and_only_where_they_belong(nodes: list[Redis
 
 
 def node_of(nodes: list[RedisServer], key: bytes) -> int:
-    return key_slot(name(key)) * len(nodes) // 16384
+    slot = key_slot(name(key))
+    return next(number for number in range(len(nodes)) if slot in slots_of(number, len(nodes)))
 
 
 def is_alone(nodes: list[RedisServer], key: bytes) -> bool:

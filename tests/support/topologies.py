@@ -37,6 +37,11 @@ def cluster_command(node: RedisServer, *words: object) -> Any:
     return client.execute_command("CLUSTER", *words)
 
 
+def slots_of(number: int, masters: int) -> range:
+    """The slots of one of that many masters."""
+    return range(SLOTS * number // masters, SLOTS * (number + 1) // masters)
+
+
 @contextlib.contextmanager
 def cluster(
     masters: int = 3, announced: Sequence[int] = (), **options: str
@@ -61,8 +66,8 @@ def cluster(
             for announce in ports
         ]
         for number, node in enumerate(nodes):
-            mine = SLOTS * number // masters, SLOTS * (number + 1) // masters - 1
-            cluster_command(node, "ADDSLOTSRANGE", *mine)
+            mine = slots_of(number, masters)
+            cluster_command(node, "ADDSLOTSRANGE", mine[0], mine[-1])
             bus = node.client().config_get("cluster-port")["cluster-port"]
             cluster_command(nodes[0], "MEET", "127.0.0.1", node.port, bus)
         wait_until(lambda: all(_knows_all(node, masters) for node in nodes))
