@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, refused
+from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, only_engine, refused
 
 POLL_SECONDS = 0.1
 BEGIN_SECONDS = 20.0
@@ -106,10 +106,7 @@ def _watch(number: int, name: str, folder: Path | None, as_json: bool) -> None:
 
 
 def _one_engine(engine: str | None, folder: Path | None) -> str:
-    found = [name for name, _ in ask_engines("status", {}, engine, folder)]
-    if len(found) > 1:
-        raise refused(f"several engines listen: name one of them, --to {' or '.join(found)}")
-    return found[0]
+    return only_engine(ask_engines("status", {}, engine, folder), "--to").engine
 
 
 def _ask(verb: str, question: dict[str, Any], name: str, folder: Path | None) -> dict[str, Any]:

@@ -79,6 +79,23 @@ EngineName = Annotated[
 ]
 
 
+def other_version(engine: str) -> typer.Exit:
+    """Refuse an engine's answer that this version can't read."""
+    return refused(
+        f"engine {engine}: its answer is another version's; ask with the kvtiers of that engine, "
+        "or write --json",
+        status=1,
+    )
+
+
+def only_engine(answers: Sequence[EngineAnswer], option: str) -> EngineAnswer:
+    """The one engine that answered; several are refused, for the user to name one by `option`."""
+    if len(answers) > 1:
+        names = " or ".join(answer.engine for answer in answers)
+        raise refused(f"several engines listen: name one of them, {option} {names}")
+    return answers[0]
+
+
 def ask_engines(
     verb: str, parameters: Mapping[str, object], engine: str | None, folder: Path | None
 ) -> list[EngineAnswer]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, refused
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, refused
 
 
 def explain(
@@ -52,8 +52,4 @@ def _lines(account: dict[str, Any], as_json: bool) -> list[str]:
     try:
         return [json.dumps(account)] if as_json else [*lines(account)]
     except (KeyError, TypeError, AttributeError):
-        raise refused(
-            f"engine {account['engine']}: its answer is another version's; ask with the kvtiers of "
-            "that engine, or write --json",
-            status=1,
-        ) from None
+        raise other_version(account["engine"]) from None

@@ -18,6 +18,7 @@ from tiers.cli.arguments import (
     ask_engines,
     bars,
     check_places,
+    only_engine,
     refused,
     say_skipped,
     write_result,
@@ -133,11 +134,7 @@ def _ask(engine: str | None, folder: Path | None) -> Asked:
     from tiers.control.engine_status import EngineStatus
     from tiers.control.running_chain import RunningChain
 
-    answers = ask_engines("status", {}, engine, folder)
-    if len(answers) > 1:
-        names = " or ".join(name for name, _ in answers)
-        raise refused(f"several engines listen: name one of them, --from {names}")
-    ((name, content),) = answers
+    name, content = only_engine(ask_engines("status", {}, engine, folder), "--from")
     ours = version("kvtiers")
     theirs = content.get("version") if isinstance(content, dict) else None
     other = f"engine {name} runs kvtiers {theirs}, and this is {ours}: ask with that version"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec.errors import one_line
-from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, refused, table
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, table
 
 if TYPE_CHECKING:
     from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
@@ -42,11 +42,7 @@ def status(
             found = EngineStatus.model_validate(content)
         except ValidationError:
             if not as_json:
-                raise refused(
-                    f"engine {name}: its answer is another version's; ask with the kvtiers of that "
-                    "engine, or write --json",
-                    status=1,
-                ) from None
+                raise other_version(name) from None
         else:
             all_open &= all(tier.state == "open" for tier in found.tiers)
         for line in [json.dumps({"engine": name, **content})] if as_json else lines(name, found):

@@ -62,8 +62,7 @@ def ask(
     answers: list[EngineAnswer] = []
     gone: list[str] = []
     problems: list[str] = []
-    found = sockets(folder, engine)
-    for path in found:
+    for path in sockets(folder, engine):
         try:
             answers.append(ask_socket(path, verb, parameters or {}))
         except ConnectionRefusedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -59,14 +60,13 @@ class ChangeVerbs:
         self._watch: ChangeWatch | None = None
         """Of the last change that is watched; an earlier one ends when another change comes."""
         self._asked: dict[int, PendingChange] = {}
+        self._numbers = itertools.count()
 
     def apply(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a change; the answer has its number, and what it does."""
+        question = ApplyQuestion.model_validate(dict(parameters))
         try:
-            question = ApplyQuestion.model_validate(dict(parameters))
             chain = load_chain(question.chain)
-        except ValidationError as error:
-            raise QuestionRefused(f"no question: {error.errors()[0]['msg']}") from error
         except SpecError as error:
             raise QuestionRefused(f"the engine can't take this chain: {error}") from error
         found, before = self._changes.review(chain), self._changes.chain
@@ -80,10 +80,7 @@ class ChangeVerbs:
 
     def pause(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a change that pauses a tier, or has it go on; as `apply` answers."""
-        try:
-            question = PauseQuestion.model_validate(dict(parameters))
-        except ValidationError as error:
-            raise QuestionRefused(f"no question: {error.errors()[0]['msg']}") from error
+        question = PauseQuestion.model_validate(dict(parameters))
         chain = self._changes.chain
         names = [tier.tier_name for tier in chain.tiers]
         if question.tier not in names:
@@ -97,9 +94,7 @@ class ChangeVerbs:
         return self._begun(self._changes.review(new), self._changes.request(new))
 
     def _begun(self, found: ChainDiff, pending: PendingChange) -> dict[str, Any]:
-        number = len(self._asked)
-        while number in self._asked:
-            number += 1
+        number = next(self._numbers)
         self._asked[number] = pending
         for old in list(self._asked)[:-KEPT]:
             self._asked.pop(old, None)
@@ -114,7 +109,7 @@ class ChangeVerbs:
             raise QuestionRefused("no such change; ask for status") from error
         if question.withdraw:
             self._changes.withdraw(pending)
-        return self._answer(None, pending)
+        return {**self._answer(None, pending), "change": question.change}
 
     def _answer(self, found: ChainDiff | None, pending: PendingChange | None) -> dict[str, Any]:
         answer: dict[str, Any] = {"version": self._changes.version, "over": True, "why": ""}

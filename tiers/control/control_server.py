@@ -40,7 +40,8 @@ takes a twentieth of the interpreter from the engine's steps, at most."""
 LONGEST_PAUSE = 0.5
 SUFFIX = ".sock"
 Verb = Callable[[Mapping[str, Any]], Any]
-"""From a question's parameters to what JSON takes. Returns at once, and raises QuestionRefused."""
+"""From a question's parameters to what JSON takes. Returns at once, and raises QuestionRefused, or
+ValidationError for parameters that are none."""
 
 
 class QuestionRefused(KVTiersError):

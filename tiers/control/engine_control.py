@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from spec.chain import ChainSpec
 from tiers.concurrency.executors import in_background
 from tiers.connector.multi.multi_scheduler import MultiScheduler
@@ -92,10 +90,7 @@ class Control:
             raise QuestionRefused(
                 "nothing is kept of requests; write explain: {} into the engine's chain"
             )
-        try:
-            return answer(self._scheduler.explainer, parameters)
-        except ValidationError as error:
-            raise QuestionRefused(f"no question: {error.errors()[0]['msg']}") from error
+        return answer(self._scheduler.explainer, parameters)
 
     def close(self) -> None:
         """Remove the socket. Does not wait for clients."""

@@ -126,11 +126,7 @@ class StatusBoard:
             for spec in chain.tiers
             if isinstance(child := children.get(name := spec.tier_name), OffloadingScheduler)
         ]
-        rates = (
-            s["prefill_tokens_per_second"]
-            for s in sums.values()
-            if s.get("prefill_tokens_per_second")
-        )
+        rates = (of_tier.get("prefill_tokens_per_second") for of_tier in sums.values())
         return EngineStatus(
             version=version,
             load_policy=chain.load_policy,

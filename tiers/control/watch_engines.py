@@ -88,9 +88,7 @@ class EnginesWatch:
             until = time.monotonic() + CHANGE_SECONDS
             while not answer["over"] and time.monotonic() < until:
                 time.sleep(0.1)
-                answer = ask_socket(path, "change", {"change": answer["change"]}).content | {
-                    "change": answer["change"]
-                }
+                answer = ask_socket(path, "change", {"change": answer["change"]}).content
             done = "goes on" if paused is None else f"is paused: {paused}"
             late = "" if answer["over"] else "no step of the engine has begun it yet"
             why = answer["why"] or late
