@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,14 +90,16 @@ class ChainLoads:
         self._scheduler.request_finished(prompt, [])
         return tokens or 0
 
-    def load(self) -> None:
-        """Look the prompt up, load it whole, and return when its blocks are in the paged KV."""
+    def load(self, launch: Callable[[], object] = int) -> None:
+        """Look the prompt up, load it whole, and return when its blocks are in the paged KV.
+        `launch`: launches the forward of the step that begins the load."""
         self._loads += 1
         prompt = Prompt(f"load {self._loads}", self._hashes, self._table)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(prompt, 0)
         assert tokens == len(self._table) * TOKENS, "the tier has it all"
         self._scheduler.update_state_after_alloc(prompt, prompt, tokens)
         self._step(Step([], {}))
+        launch()
         self._worker.start_load_kv(None)
         while prompt.request_id not in (self._worker.get_finished(set())[1] or ()):
             pass

@@ -71,7 +71,8 @@ class Batch:
 
     def scatter(self) -> None:
         """Slots to blocks."""
-        self._copier.scatter(self._rows, self._slots, self.blocks, self._copier.fence())
+        copier = self._copier
+        copier.scatter(self._rows, self._slots, self.blocks, copier.fence()).wait()
 
     def rate(self, move: Callable[[], object]) -> Measure:
         """GB/s of moving all."""

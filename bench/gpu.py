@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from bench.blocks import both_ways, sizes
+from bench.gpu_loads import load_cases
 from bench.main import Scale
 from bench.report import Case, Measure
+from tiers.contract.block_copier import Fence
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import SlotMemory
 
@@ -42,6 +44,8 @@ _NAMES = (
     ("gather and scatter, slots in a row and fragmented", 0.9),
     ("compute during gathers, in steps", 1 / 1.05),
     ("compute during scatters, in steps", 1 / 1.05),
+    ("whole loads, by tier", 0.9),
+    ("a load beside the step that begins it", 0.8),
 )
 
 
@@ -87,10 +91,11 @@ class Batch:
         """Blocks to slots, and wait."""
         self.copier.gather(self.blocks, self.rows, self.slots).wait()
 
-    def scatter(self, after: object = None) -> None:
+    def scatter(self, after: Fence | None = None) -> None:
         """Slots to blocks, behind a fence, and wait."""
         after = self.copier.fence() if after is None else after
-        self.copier.scatter(self.rows, self.slots, self.blocks, after)
+        after.wait()
+        self.copier.scatter(self.rows, self.slots, self.blocks, after).wait()
 
     def begin(self) -> float:
         """Microseconds for which a gather keeps the engine's thread."""
@@ -100,24 +105,30 @@ class Batch:
         copy.wait()
         return seconds * 1e6
 
-    def contiguous(self, to_device: bool) -> Measure:
-        """GB/s of one pinned copy of as many bytes."""
-        host = torch.ones(self.num_bytes, dtype=torch.uint8, pin_memory=True)
-        device = torch.ones(self.num_bytes, dtype=torch.uint8, device="cuda")
-        target, source = (device, host) if to_device else (host, device)
-        return self.rate(lambda: target.copy_(source, non_blocking=True))
-
     def rate(self, move: Callable[[], object]) -> Measure:
         """GB/s until the device has nothing to do."""
+        return rate(self.num_bytes, move)
 
-        def run() -> float:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            move()
-            torch.cuda.synchronize()
-            return self.num_bytes / (time.perf_counter() - began) / 1e9
 
-        return run
+def rate(num_bytes: int, move: Callable[[], object]) -> Measure:
+    """GB/s of what moves so many bytes, until the device has nothing to do."""
+
+    def run() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        move()
+        torch.cuda.synchronize()
+        return num_bytes / (time.perf_counter() - began) / 1e9
+
+    return run
+
+
+def contiguous(num_bytes: int, to_device: bool = True) -> Measure:
+    """GB/s of one pinned copy of so many bytes."""
+    host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+    target, source = (device, host) if to_device else (host, device)
+    return rate(num_bytes, lambda: target.copy_(source, non_blocking=True))
 
 
 def choose(rng: random.Random, count: int, fragmented: bool) -> list[int]:
@@ -138,7 +149,7 @@ def _shapes(scale: Scale) -> Iterator[Case]:
                     ("gather", batch.gather, False),
                     ("scatter", batch.scatter, True),
                 ):
-                    limit, ours = batch.contiguous(to_device), batch.rate(move)
+                    limit, ours = contiguous(batch.num_bytes, to_device), batch.rate(move)
                     case = f"{name}, {of.format(BLOCKS)}, {slots}"
                     yield Case("gpu", case, "GB/s", ours, limit, target=0.9)
             with ExitStack() as stack:
@@ -163,6 +174,7 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
                 limit=work.timed(lambda: None),
                 target=1 / 1.05,
             )
+        yield from load_cases(scale, contiguous, work.queue)
     yield from _by_block_size(scale)
 
 
@@ -178,6 +190,17 @@ class Work:
         gather(), step()  # the first of each sets things up
         gather_ms = batch.num_bytes / gather() / 1e6
         self._products = max(1, int(gather_ms / (step() / STEPS)))
+
+    def queue(self, milliseconds: float) -> Callable[[], object]:
+        """What queues products that take so long."""
+        step = self.timed(lambda: None)() / STEPS / self._products
+        count = max(1, int(milliseconds / step))
+
+        def launch() -> None:
+            for _ in range(count):
+                torch.mm(self._one, self._one, out=self._product)
+
+        return launch
 
     def timed(self, between: Callable[[], Callable[[], object] | None]) -> Measure:
         """Milliseconds of all steps on the device. After each but the last `between` begins a copy

@@ -57,9 +57,9 @@ def holding(go: threading.Event) -> Callable[..., CpuCopier]:
         def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Any:
             return HeldCopy(super().gather(blocks, rows, slots), go)
 
-        def scatter(self, *args: Any) -> None:
+        def scatter(self, *args: Any) -> Any:
             assert go.wait(30)
-            super().scatter(*args)
+            return super().scatter(*args)
 
     return Copier
 

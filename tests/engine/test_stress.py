@@ -52,9 +52,9 @@ class LateCopies(CpuCopier):
         time.sleep(random.random() * 0.004)
         super()._gather(*args)
 
-    def scatter(self, *args: Any) -> None:
+    def scatter(self, *args: Any) -> Any:
         time.sleep(random.random() * 0.002)
-        super().scatter(*args)
+        return super().scatter(*args)
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:

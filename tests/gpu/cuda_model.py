@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 Site = tuple[str, int]
 """A line of code: the end of its file's path, and its number."""
 
+READING = "reading"
+"""Named among the eager streams, it makes threads eager that read from stores."""
 _QUEUED = {"copy_", "index_select", "index_copy_"}
 _AT_ONCE = {"__getitem__", "__len__", "__get__", "data_ptr", "stride", "tensor"}
 
@@ -72,17 +74,22 @@ class Mark:
     """A place in a stream."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+        self.stream = stream
         self._place = stream.queued
 
     @property
     def reached(self) -> bool:
-        return self._stream.ran >= self._place
+        return self.stream.ran >= self._place
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the stream has more to do behind it."""
+        return self.stream.queued > self._place
 
     def reach(self) -> None:
         """Run the stream up to here, and of others only what that waits for."""
         while not self.reached:
-            self._stream.step(forced=True)
+            self.stream.step(forced=True)
 
 
 class Event:
@@ -103,6 +110,7 @@ class Event:
         assert self._sleeps, "a thread would take a core while it waits"
         assert self._model.entered, "a context would be made on the first device"
         if self.mark is not None and not self._model.is_taken_away():
+            self._model.before_wait(self.mark)
             self.mark.reach()
             self._model.run_eager()
 
@@ -117,13 +125,17 @@ class Model:
         self.taken_away: Site | None = None
         self.times_taken_away = 0
         self.fails: Callable[[], None] = lambda: None
+        self.before_wait: Callable[[Mark], None] = lambda mark: None
+        """Called before a host thread waits."""
         self.deepest = 0
         """The most that any stream has had before it, which a device would not take without end."""
         self.entered = 0
         """How often the device was set for the calling thread, and not yet put back."""
         self._names = iter(names)
-        self._eager = eager
+        self.eager = eager
         self.compute = Stream(self, "compute")
+        self.opening = Stream(self, "opening")
+        """What an engine computes on while it opens, perhaps another than later."""
         self._current = [self.compute]
         self._made_on: dict[int, tuple[torch.Tensor, Stream]] = {}
         self._running = False
@@ -146,7 +158,7 @@ class Model:
         if self._running:
             return
         self._running = True
-        eager = [stream for stream in self.streams if stream.name in self._eager]
+        eager = [stream for stream in self.streams if stream.name in self.eager]
         while any(stream.step(forced=False) for stream in eager):
             pass
         self._running = False
@@ -202,7 +214,8 @@ class Model:
         """As `torch.cuda.device`."""
         self.entered += 1
         try:
-            with Operations(self):
+            # One within another would keep what the other does itself.
+            with Operations(self) if self.entered == 1 else nullcontext():
                 yield
         finally:
             self.entered -= 1
@@ -244,7 +257,7 @@ class Operations(TorchFunctionMode):
             return None
         if name == "zeros":
             made: torch.Tensor = func(*args, **named).fill_(0xEE)
-            self._model.compute.put(made.zero_)
+            self._model.opening.put(made.zero_)
             return made
         if name == "empty":
             named = {**named, "pin_memory": False}
@@ -269,7 +282,8 @@ class LateThreads:
 
     def executor(self, count: int, name: str) -> LateExecutor:
         """As `io_executor`."""
-        self._executors.append(LateExecutor(name))
+        is_eager = READING in self._model.eager and name.startswith("read-")
+        self._executors.append(LateExecutor(name, is_eager))
         return self._executors[-1]
 
     def named(self, name: str) -> LateExecutor:
@@ -315,15 +329,19 @@ class LateFuture(Future[Any]):
 
 
 class LateExecutor:
-    """As `ThreadPoolExecutor`, with one thread; see `LateThreads`."""
+    """As `ThreadPoolExecutor`, with one thread; see `LateThreads`. One that `is_eager` runs its
+    tasks at once."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, is_eager: bool = False) -> None:
         self.name = name
+        self._is_eager = is_eager
         self._tasks: deque[LateFuture] = deque()
 
     def submit(self, call: Callable[..., Any], *args: Any) -> LateFuture:
         future = LateFuture(self, lambda: call(*args))
         self._tasks.append(future)
+        if self._is_eager:
+            self.run_next()
         return future
 
     def run_next(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +24,14 @@ from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, Work
 from tiers.lab.replay.worker import LocalWorker
 
 ORDERS: dict[str, Sequence[str]] = {
-    "V1 and V2": ("forward", "load", "save", "results"),
-    "loads first": ("load", "forward", "save", "results"),
-    "V1 with a drafter, V2 of 0.33 too": ("forward", "load", "results", "save"),
+    "V1 and V2": ("fence", "zero", "bind", "forward", "load", "save", "results"),
+    "loads first": ("fence", "zero", "bind", "load", "forward", "save", "results"),
+    "V1 with a drafter, V2 of 0.33 too": (
+        *("fence", "zero", "bind", "forward", "load", "results", "save"),
+    ),
 }
-"""What vLLM's model runners do between `handle_preemptions` and the end of a step."""
+"""What vLLM's model runners do in a step: `fence` is `handle_preemptions`, `zero` what they do to
+blocks that they take."""
 STREAMS = ("packing", "leaving", "arriving", "unpacking")
 """The copier's, in the order in which it makes them."""
 WAVE_ROWS = 2
@@ -36,7 +39,7 @@ WAVE_ROWS = 2
 
 class StreamedWorker(LocalWorker):
     """Queues a step's forward on the device, and says at once what it must come to. `wrong`: what
-    the device read, where that differed."""
+    the device read, where that differed. `computed`: forwards of requests that it has run."""
 
     requests: dict[str, ReplayRequest]
     model: Model
@@ -46,23 +49,26 @@ class StreamedWorker(LocalWorker):
         """Begin to serve; `requests` are the scheduler's."""
         self.model, self.order, self.requests = model, order, requests
         self.wrong: list[str] = []
+        self.computed = 0
 
     def execute(self, step: Step) -> StepOutput:
         connector = self.connector
         assert connector is not None
-        connector.handle_preemptions(step.kv_connector_metadata)
-        connector.bind_connector_metadata(step.kv_connector_metadata)
-        self._queue_zeroing(step)
         output = StepOutput()
+        acts: dict[str, Callable[[], object]] = {
+            "fence": lambda: connector.handle_preemptions(step.kv_connector_metadata),
+            "zero": lambda: self._queue_zeroing(step),
+            "bind": lambda: connector.bind_connector_metadata(step.kv_connector_metadata),
+            "load": lambda: connector.start_load_kv(None),
+            "save": connector.wait_for_save,
+        }
         for act in self.order:
             if act == "forward":
                 output.sums = {work.request_id: self._queue(work) for work in step.work}
-            elif act == "load":
-                connector.start_load_kv(None)
-            elif act == "save":
-                connector.wait_for_save()
-            else:
+            elif act == "results":
                 output = replace(self._take_results(step.finished_req_ids), sums=output.sums)
+            else:
+                acts[act]()
         connector.clear_connector_metadata()
         return output
 
@@ -80,6 +86,7 @@ class StreamedWorker(LocalWorker):
         expected = sum(int(kv_of(self._model, known, i, self._rank).sum()) for i in layers)
 
         def forward() -> None:
+            self.computed += 1
             if self._compute(work, moves_states=False) != expected and work.samples:
                 self.wrong.append(work.request_id)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tiers.contract.block_copier import ENDED
 from tiers.errors import TierUnusable
 from tiers.gpu import cuda
 from tiers.gpu.copier import open_copier, open_copiers
@@ -36,7 +37,8 @@ def test_what_was_gathered_is_scattered_back(device: str, slots: list[int]) -> N
     before = {name: cache.clone() for name, cache in kv.items()}
     copier.gather(blocks, memory.rows, slots).wait()
     targets = [1, 2, 4, 5][: len(slots)]
-    copier.scatter(memory.rows, slots, targets, copier.fence())
+    (fence := copier.fence()).wait()
+    copier.scatter(memory.rows, slots, targets, fence).wait()
     for source, target in zip(blocks, targets, strict=True):
         assert torch.equal(kv["a"][target], before["a"][source])
         assert torch.equal(kv["b"][:, target], before["b"][:, source])
@@ -78,7 +80,7 @@ def test_memory_that_is_not_ours_is_not_touched(block: int, slot: int) -> None:
     copier = open_copier(paged("cpu"), BLOCKS)
     memory = SlotMemory(4, copier.payload_bytes, pin=False)
     with pytest.raises(IndexError):
-        copier.scatter(memory.rows, [slot], [block], None)
+        copier.scatter(memory.rows, [slot], [block], ENDED)
     with pytest.raises(IndexError):
         copier.gather([block], memory.rows, [slot]).wait()
 
@@ -112,7 +114,8 @@ def test_groups_have_a_copier_each(device: str) -> None:
         before = cache.clone()
         copier.gather([3, 7], memory.rows, [1, 0]).wait()
         cache.zero_()
-        copier.scatter(memory.rows, [0, 1], [7, 3], copier.fence())
+        (fence := copier.fence()).wait()
+        copier.scatter(memory.rows, [0, 1], [7, 3], fence).wait()
         blocked = (cache, before) if cache.shape[0] == BLOCKS else (cache[0], before[0])
         assert torch.equal(blocked[0][[3, 7]], blocked[1][[3, 7]])
     for copier in copiers:

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
-from tests.gpu.cuda_model import Event, LateThreads, Model, Site, Stream
+from tests.gpu.copies import BLOCKS, Copies, Loads, prepare
+from tests.gpu.cuda_model import READING, Event, Mark, Model, Site, Stream
 from tests.gpu.streamed_engine import ORDERS, STREAMS, StreamedCopier, StreamedEngine
 from tests.support.replay_chains import SLOT, measured
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda
-from tiers.gpu.pages import PageCopies
 from tiers.host import slot_memory
 from tiers.testing import GivenSpec, MemoryStore
 
@@ -33,8 +33,9 @@ PATIENCE: Any = "9s"
 REQUESTS = 40
 SEEDS = (3, 10)
 """With requests that are preempted, aborted and loaded late; see `serve` of odd and even ones."""
-EAGER = [(), STREAMS, ("compute", *STREAMS), *((name,) for name in ("compute", *STREAMS))]
-"""Which streams run as early as events allow, while the others are as late."""
+EAGER = [(), STREAMS, ("compute", *STREAMS), *((name,) for name in ("compute", *STREAMS, READING))]
+"""Which streams run as early as events allow, while the others are as late; and whether stores are
+read as soon as they may be."""
 
 
 class PromptSpec(GivenSpec):
@@ -96,46 +97,19 @@ def test_streams_may_be_late_or_early(
 # -- beginnings, ends and failures -----------------------------------------------------------
 
 
-BLOCKS = 7
-
-
-def prepare(model: Model, patch: pytest.MonkeyPatch) -> LateThreads:
-    """Let copiers run on the model, in small waves, by threads that are returned."""
-    threads = LateThreads(model)
-    model.install(patch)
-    patch.setattr(cuda, "WAVE_BYTES", 2 * SLOT)
-    patch.setattr(cuda, "open_copies", PageCopies)
-    patch.setattr(cuda, "io_executor", threads.executor)
-    return threads
-
-
-class Copies:
-    """A copier over a paged KV, of so many pages a block, and as many rows as that has blocks."""
-
-    def __init__(
-        self, model: Model, patch: pytest.MonkeyPatch, blocks: int = BLOCKS, pages: int = 1
-    ) -> None:
-        self.model, self.threads = model, prepare(model, patch)
-        self.kv = torch.zeros(pages, blocks, 48 // pages, dtype=torch.uint8).transpose(0, 1)
-        self.rows = torch.zeros(blocks, SLOT, dtype=torch.uint8)
-        self.copier = StreamedCopier({"layer": self.kv}, blocks)
-
-    def fail_after(self, operations: int) -> None:
-        """Let the device take so many more operations."""
-        left = iter(range(operations))
-
-        def take() -> None:
-            if next(left, None) is None:
-                raise RuntimeError("the device failed")
-
-        self.model.fails = take
-
-
 def load_at_once(model: Model, patch: pytest.MonkeyPatch) -> None:
-    """A load may be the first of all."""
+    """A load may be the first of all, and what the engine had queued before may come as late."""
     ours = Copies(model, patch)
     ours.rows.fill_(3)
-    ours.copier.scatter(ours.rows, range(BLOCKS), range(BLOCKS), ours.copier.fence())
+
+    def when_it_arrives(mark: Mark) -> None:
+        for stream in model.streams:
+            while mark.stream.name == "unpacking" and stream.name in ("arriving", "opening"):
+                if not stream.step(forced=True):
+                    break
+
+    model.before_wait = when_it_arrives
+    ours.load(range(BLOCKS), range(BLOCKS))
     assert (ours.kv == 3).all()
 
 
@@ -168,12 +142,40 @@ def fail_in_a_scatter(model: Model, patch: pytest.MonkeyPatch) -> None:
         ours.rows.fill_(1)
         ours.fail_after(operations)
         with pytest.raises(RuntimeError, match="device"):
-            ours.copier.scatter(ours.rows, range(BLOCKS), range(BLOCKS), ours.copier.fence())
+            ours.load(range(BLOCKS), range(BLOCKS))
         ours.kv.fill_(9)
         ours.rows.fill_(2)
         model.drain()
         assert (ours.kv == 9).all()
         assert not any((wave.rows == 2).any() for wave in ours.copier._in._waves)
+
+
+def end_in_the_middle(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """The blocks of a load that ends early, after two of its waves are queued, are the engine's."""
+    loads = Loads(Copies(model, patch), patch)
+    load = loads.begin()
+    for wave in ([0, 1], [2, 3]):
+        assert load.copy_in(wave, partial(loads.copies.begin_load, wave, wave))
+    assert load.end() == ({4, 5, 6}, set())
+    loads.copies.kv.fill_(9)
+    model.drain()
+    assert (loads.copies.kv == 9).all()
+    assert not load.copy_in([4], partial(loads.copies.begin_load, [4], [4]))
+
+
+def load_from_host_memory(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """A load of several waves has arrived when it has ended."""
+    loads = Loads(Copies(model, patch), patch)
+    loads.begin()
+    loads.end()
+
+
+def load_from_a_store(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """So has one whose waves pass through memory that others are read into."""
+    loads = Loads(Copies(model, patch), patch, rows=1)
+    loads.begin(from_store=True)
+    loads.end()
+    loads.close()
 
 
 def verified(model: Model, patch: pytest.MonkeyPatch, **options: Any) -> StreamedEngine:
@@ -228,6 +230,9 @@ ENDS = [
     begin_with_the_checksum,
     load_before_the_checksum,
     load_at_once,
+    load_from_host_memory,
+    load_from_a_store,
+    end_in_the_middle,
     sleep_behind_a_gather,
     sleep_without_a_word,
     close_behind_a_gather,
@@ -255,7 +260,7 @@ def test_a_number_out_of_range_reaches_no_device(
     with pytest.raises(IndexError, match="out of range"):
         ours.copier.gather([1, block], ours.rows, [1, slot]).wait()
     with pytest.raises(IndexError, match="out of range"):
-        ours.copier.scatter(ours.rows, [1, slot], [1, block], ours.copier.fence())
+        ours.load([1, slot], [1, block])
     with pytest.raises(IndexError, match="out of range"):
         ours.copier.gather([1, 2], ours.rows, [1]).wait()
 
@@ -292,7 +297,7 @@ def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> 
     ours.copier.gather(range(count), ours.rows, slots).wait()
     assert torch.equal(ours.rows[slots, :size], before.reshape(count, size))
     ours.kv.zero_()
-    ours.copier.scatter(ours.rows, slots, range(count), ours.copier.fence())
+    ours.load(slots, range(count))
     assert torch.equal(ours.kv, before)
     assert model.deepest < 600
 
@@ -330,7 +335,8 @@ def test_groups_share_streams_and_staging(monkeypatch: pytest.MonkeyPatch) -> No
     assert (rows[0][:, SLOT:] == 7).all()
     for copier, mine, one, was in zip(copiers, rows, kv, before, strict=True):
         one.zero_()
-        copier.scatter(mine, blocks, blocks, copier.fence())
+        (fence := copier.fence()).wait()
+        copier.scatter(mine, blocks, blocks, fence).wait()
         assert torch.equal(one, was)
     for copier in copiers:
         copier.close()
@@ -347,7 +353,8 @@ def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     assert (rows[2] == 7).all()
     assert (rows[:, SLOT:] == 7).all()
     ours.kv.zero_()
-    ours.copier.scatter(rows, slots, range(5), ours.copier.fence())
+    ours.rows = rows
+    ours.load(slots, range(5))
     assert torch.equal(ours.kv[:5], before[:5])
 
 
@@ -356,13 +363,18 @@ def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 WAITS = {"wait_event", "synchronize", "wait", "_fence", "wait_for"}
 FILES = [
     "tiers/gpu/cuda.py",
-    *(f"tiers/connector/worker/{name}.py" for name in ("offloading_worker", "host_slots")),
+    "tiers/connector/worker/loading.py",
+    "tiers/connector/worker/offloading_worker.py",
+    "tiers/connector/worker/host_slots.py",
 ]
 NO_COPIES = {
     "wait([*in_flight, self._joining] if self._joining else in_flight, self._drain)",
     "wait_for([before], self._device)",
+    "wait([ahead])",
+    "wait([future for _, future in self._loads], drain)",
 }
-"""Waits for other things: a tier that closes gives its stores some time, streams are not filled."""
+"""Waits for other things: a tier that closes gives its stores and loads some time, streams are not
+filled, and a load that ends early waits for its store (see `test_loading.py`)."""
 
 
 def waits() -> Iterator[Any]:

@@ -16,6 +16,24 @@ class Copy(Protocol):
         RuntimeError. Any thread may call it, and more than once."""
 
 
+class Fence(Protocol):
+    """A place in the engine's work."""
+
+    def wait(self) -> None:
+        """Block until the engine's device has come so far. RuntimeError: it failed. Any thread may
+        call it, and more than once."""
+
+
+class Ended:
+    """A copy, or work of the engine, that has ended."""
+
+    def wait(self) -> None:
+        """It has."""
+
+
+ENDED = Ended()
+
+
 class Copier(Protocol):
     """Moves blocks between the engine's paged KV and rows of host memory (see `tiers.gpu`).
 
@@ -37,7 +55,7 @@ class Copier(Protocol):
     def pin(self) -> bool:
         """Whether host memory should be pinned for this device."""
 
-    def fence(self) -> object:
+    def fence(self) -> Fence:
         """Mark the work queued on the engine's device so far, for `scatter`."""
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
@@ -47,9 +65,11 @@ class Copier(Protocol):
         """
 
     def scatter(
-        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
-    ) -> None:
-        """Copy `rows[slots[i]]` to paged `blocks[i]` after the fence `after`. Blocks until done."""
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: Fence
+    ) -> Copy:
+        """Begin copying `rows[slots[i]]` to paged `blocks[i]`; nothing of one that raises arrives
+        later. The caller has waited for `after`, holding nothing that others need: the engine's
+        work may take seconds."""
 
     def close(self) -> None:
         """Wait for copies in flight and release threads and streams."""

@@ -22,6 +22,11 @@ class _Done:
         self._future.result()
 
 
+_ENDED = _Done(Future())
+"""Stands for work, and copies, that have ended."""
+_ENDED._future.set_result(None)
+
+
 class CpuCopier:
     """Copies for an engine whose paged KV is in host memory; gathers run on one thread.
 
@@ -37,9 +42,9 @@ class CpuCopier:
         self.payload_bytes = self._paged.payload_bytes
         self._thread = io_executor(1, "gather")
 
-    def fence(self) -> object:
-        """Nothing to mark: the engine's work on the CPU is done when it calls us."""
-        return None
+    def fence(self) -> _Done:
+        """The engine's work on the CPU is done when it calls us."""
+        return _ENDED
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> _Done:
         """Begin copying paged blocks to rows; the engine fences their reuse."""
@@ -51,9 +56,10 @@ class CpuCopier:
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
-    ) -> None:
+    ) -> _Done:
         for paged, slot, length in self._addresses(blocks, rows, slots):
             ctypes.memmove(paged, slot, length)
+        return _ENDED
 
     def _addresses(
         self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]

@@ -2,7 +2,8 @@
 
     gather     engine's stream -fence-> packing ----filled----> leaving -done-> whoever waits
                                            ^------emptied----------|
-    scatter    arriving ----filled----> unpacking (behind the fence) -done-> the calling thread
+    scatter    arriving ----filled----> unpacking -done-> whoever waits
+               (once the device has come to the fence)
                   ^------emptied-----------|
 
 Each direction has two streams and a fixed ring of staging memory on the device between them. A
@@ -43,6 +44,17 @@ Move = Callable[[int, int, torch.Tensor], None]
 """Queues the copies of items first to last (exclusive) into, or out of, as many staged rows."""
 
 
+class _Arriving:
+    """A scatter that is queued."""
+
+    def __init__(self, end: torch.cuda.Event, device: torch.device) -> None:
+        self._end = end
+        self._device = device
+
+    def wait(self) -> None:
+        wait_for([self._end], self._device)
+
+
 class _Queued:
     """A gather that the copier's thread queues on its streams."""
 
@@ -55,6 +67,22 @@ class _Queued:
         if not self._has_ended:
             wait_for([self._queued.result()], self._device)
             self._has_ended = True
+
+
+class _Fence:
+    """A place in the engine's stream. A load's thread sleeps until the device has come there, and
+    queues its copies then: on the streams that all loads share they would keep the others waiting.
+    """
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+        self.has_passed = False
+
+    def wait(self) -> None:
+        if not self.has_passed:
+            wait_for([self._event], self._device)
+            self.has_passed = True
 
 
 class CudaCopier:
@@ -88,15 +116,16 @@ class CudaCopier:
         self._out, self._in = shared.out, shared.into
         self._loading, self._thread = shared.loading, shared.thread
 
-    def fence(self) -> torch.cuda.Event:
-        """An event after all that the engine queued on its stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def fence(self) -> _Fence:
+        """The place after all that the engine queued on its stream."""
+        return _Fence(self._mark_engine(), self._device)
+
+    def _mark_engine(self) -> torch.cuda.Event:
+        return mark(torch.cuda.current_stream(self._device))
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> _Queued:
         """Begin copying behind the engine's work so far; the engine fences the blocks' reuse."""
-        args = list(blocks), rows, list(slots), self.fence()
+        args = list(blocks), rows, list(slots), self._mark_engine()
         queued = self._thread.submit(self._gather, *args)
         if self._in_step:
             wait([queued])
@@ -128,25 +157,21 @@ class CudaCopier:
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
-    ) -> None:
-        """Queue the copies, those into the blocks behind `after`, and wait for them."""
+    ) -> _Arriving:
+        """Queue the copies; the caller has waited for `after`."""
         self._paged.require_in_range(blocks, rows, slots)
-        assert isinstance(after, torch.cuda.Event), "the fence of another copier"
-        with torch.cuda.device(self._device):
+        assert isinstance(after, _Fence) and after.has_passed, "wait for the fence before"
+        with torch.cuda.device(self._device), self._loading:
             try:
-                with self._loading:
-                    self._scatter(rows, *_by_slot(slots, blocks), after)
-            finally:
+                self._scatter(rows, *_by_slot(slots, blocks))
+                return _Arriving(mark(self._in.emptying), self._device)
+            except BaseException:
                 # Of a failed load, too, nothing may arrive when the engine has its blocks back.
-                with self._loading:
-                    marks = self._in.marks()
-                wait_for(marks, self._device)
+                wait_for(self._in.marks(), self._device)
+                raise
 
-    def _scatter(
-        self, rows: torch.Tensor, slots: list[int], blocks: list[int], after: torch.cuda.Event
-    ) -> None:
+    def _scatter(self, rows: torch.Tensor, slots: list[int], blocks: list[int]) -> None:
         ring, size = self._in, self._stride
-        ring.emptying.wait_event(after)
         numbers = self._send(blocks, ring.emptying)
         ring.pass_through(
             len(blocks),

@@ -16,6 +16,7 @@ from tiers.connector.worker import loading as loading_module
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import EndedLoad, Loading
 from tiers.connector.worker.weight_watch import WeightWatch
+from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.messages import LoadItem, LoadJob
 from tiers.contract.weight_reports import Weights
 from tiers.errors import TierUnusable
@@ -48,14 +49,12 @@ class Host:
     def now(self) -> float:
         return self.seconds
 
-    def fence(self) -> object:
-        return None
-
     def scatter(
-        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
-    ) -> None:
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: Fence
+    ) -> Copy:
         self.before_copy()
         self.paged.update({block: int(rows[s, 0]) for s, block in zip(slots, blocks, strict=True)})
+        return ENDED
 
 
 class Store:
@@ -142,7 +141,7 @@ def test_a_wave_is_copied_while_the_next_is_read(
         store.gates[b"002"].set()
 
     host.before_copy = while_the_next_is_read
-    loading.begin([job(0, *keys(0, 7))])
+    loading.begin([job(0, *keys(0, 7))], ENDED)
     (load,) = ended(loading, 1)
     assert load.result.failed == set() and host.paged == {n: n for n in range(7)}
     assert store.reads == [keys(0, 2), keys(2, 2), keys(4, 2), keys(6, 1)]
@@ -152,7 +151,7 @@ def test_nothing_behind_a_wave_that_lacks_a_block_is_copied(
     loading: Loading, host: Host, store: Store
 ) -> None:
     store.lacks = {b"003"}
-    loading.begin([job(0, *keys(0, 8))])
+    loading.begin([job(0, *keys(0, 8))], ENDED)
     (load,) = ended(loading, 1)
     assert load.result.failed == {3, 4, 5, 6, 7} and load.result.lost == {3}
     assert host.paged == {n: n for n in range(3)}
@@ -163,13 +162,13 @@ def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
     loading: Loading, host: Host, store: Store
 ) -> None:
     first, second = store.gates[b"000"], store.gates[b"002"] = threading.Event(), threading.Event()
-    loading.begin([job(0, *keys(0, 4))])
+    loading.begin([job(0, *keys(0, 4))], ENDED)
     wait_for(lambda: keys(0, 2) in store.reads)
     loading.halt()
     first.set()
     wait_for(lambda: keys(2, 2) in store.reads)
     others = [job(1 + n, *keys(100 + 10 * n, 5)) for n in range(4)]
-    loading.begin(others)
+    loading.begin(others, ENDED)
     wait_for(lambda: loading._loads[-1][1].done())
     second.set()
     results = {load.job.job_id: load.result for load in ended(loading, 5)}
@@ -182,9 +181,9 @@ def test_a_load_that_can_not_end_in_time_gives_way_to_one_that_waits(
 ) -> None:
     learn(loading, host, store, each=1.0)
     store.gates = {key: threading.Event() for key in (b"100", b"110", b"130")}
-    loading.begin([job(1, b"100"), job(2, b"110")])
+    loading.begin([job(1, b"100"), job(2, b"110")], ENDED)
     wait_for(lambda: [b"100"] in store.reads and [b"110"] in store.reads)
-    loading.begin([job(3, *keys(120, 8), seconds=3), job(4, b"130")])
+    loading.begin([job(3, *keys(120, 8), seconds=3), job(4, b"130")], ENDED)
     store.gates[b"100"].set()
     wait_for(lambda: [b"130"] in store.reads)
     assert keys(120, 2) not in store.reads
@@ -201,7 +200,7 @@ def test_a_load_that_nobody_waits_behind_is_begun_however_slow_the_tier_was(
     """Short loads say little of a long one; and a probe tells whether the tier is quick again."""
     learn(loading, host, store, each=1.0)
     store.before_read = int
-    loading.begin([job(1, *keys(120, 8), seconds=3)])
+    loading.begin([job(1, *keys(120, 8), seconds=3)], ENDED)
     (load,) = ended(loading, 1)
     assert not load.result.failed
 
@@ -212,9 +211,9 @@ def test_short_loads_of_a_far_tier_do_not_keep_a_long_one_from_its_turn(
     """A read takes a second, whatever it brings."""
     learn(loading, host, store, fixed=1.0)
     store.gates = {key: threading.Event() for key in (b"100", b"110", b"130")}
-    loading.begin([job(1, b"100"), job(2, b"110")])
+    loading.begin([job(1, b"100"), job(2, b"110")], ENDED)
     wait_for(lambda: [b"100"] in store.reads and [b"110"] in store.reads)
-    loading.begin([job(3, *keys(120, 8), seconds=3), job(4, b"130")])
+    loading.begin([job(3, *keys(120, 8), seconds=3), job(4, b"130")], ENDED)
     store.gates[b"100"].set()
     wait_for(lambda: [b"130"] in store.reads)
     for gate in store.gates.values():
@@ -233,7 +232,7 @@ def learn(
 
     store.before_read = take_time
     for number in range(8):
-        loading.begin([job(100 + number, *keys(1, 1 + number % 2))])
+        loading.begin([job(100 + number, *keys(1, 1 + number % 2))], ENDED)
         ended(loading, 1)
 
 

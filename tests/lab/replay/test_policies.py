@@ -206,9 +206,9 @@ def test_tiers_that_never_load_what_they_promise_are_each_tried_once(
 class SlowScatters(CpuCopier):
     """Loads that end long after others of the same request."""
 
-    def scatter(self, *args: Any) -> None:
+    def scatter(self, *args: Any) -> Any:
         time.sleep(random.random() * 0.01)
-        super().scatter(*args)
+        return super().scatter(*args)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -18,7 +18,7 @@ from tiers.block import digest, namespace
 from tiers.concurrency.executors import io_executor
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
-from tiers.contract.block_copier import Copier, Copy, OpenCopier
+from tiers.contract.block_copier import ENDED, Copier, Copy, OpenCopier
 from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
@@ -87,16 +87,6 @@ class Checksums:
     def close(self) -> None:
         """End the thread; nobody asks any more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-class _Filled:
-    """Stands for the gather of slots that are filled."""
-
-    def wait(self) -> None:
-        """They are."""
-
-
-_FILLED = _Filled()
 
 
 class HostSlots:
@@ -403,7 +393,7 @@ class HostSlots:
         """These slots hold these blocks now, verified."""
         self._holds.update(zip(slots, keys, strict=True))
         if self._checksums is not None:
-            self._checksums.begin(slots, _FILLED)
+            self._checksums.begin(slots, ENDED)
 
     def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
         """Wait for the gathers of these slots; True for each that then holds its key's block.

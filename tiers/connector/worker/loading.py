@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
@@ -14,6 +16,7 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.weight_watch import WeightVerdict
+from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.errors import TierUnusable
@@ -27,7 +30,8 @@ logger = logging.getLogger(__name__)
 LOADERS = 2
 """Loads in flight at once."""
 WAVE_BYTES = 32 << 20
-"""Bytes that a loader copies at once from the host pool."""
+"""Bytes that a loader copies at once from the host pool, while it sees to the next ones: `end`, on
+the engine's thread, waits for two such waves at most."""
 BOUNCES = 2
 """Pieces of memory through which a loader passes a store's blocks: one is read into while the other
 is copied."""
@@ -97,9 +101,10 @@ class Load:
         self.laps = Laps()
         self._lost: set[int] = set()
         self._arrived: set[int] = set()
+        self._in_flight: deque[tuple[Sequence[int], Copy]] = deque()
         self._is_over = False
-        # Held during copies into the engine's memory. The engine may reuse a load's blocks after
-        # `end`, which without the lock could come between the check of `_is_over` and the copy.
+        # Held while copies into the engine's memory begin. The engine may reuse a load's blocks
+        # after `end`, which without it could come between the check of `_is_over` and the copy.
         self._lock = threading.Lock()
 
     def record_missing(self, wave: Numbered, held: Sequence[bool]) -> None:
@@ -107,14 +112,27 @@ class Load:
         with self._lock:
             self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
 
-    def copy_in(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
-        """Call `copy` for these items, unless the load is over; return whether it was not."""
+    def copy_in(self, indexes: Sequence[int], begin: Callable[[], Copy]) -> bool:
+        """Begin to copy these items, unless the load is over; return whether it was not."""
         with self._lock:
             if self._is_over:
                 return False
-            copy()
-            self._arrived.update(indexes)
+            self._in_flight.append((indexes, begin()))
             return True
+
+    @property
+    def last_copy(self) -> Copy:
+        """The copy that was begun last, of those that have not landed."""
+        return self._in_flight[-1][1] if self._in_flight else ENDED
+
+    def land(self, but: int = 0) -> None:
+        """Wait for all copies but the last `but`. Raises what made one fail."""
+        while len(self._in_flight) > but:
+            indexes, copy = self._in_flight[0]
+            copy.wait()
+            with self._lock:
+                self._arrived.update(indexes)
+                self._in_flight.popleft()
 
     @property
     def arrived(self) -> int:
@@ -122,9 +140,15 @@ class Load:
 
     def end(self) -> tuple[set[int], set[int]]:
         """End the load; return the items that did not arrive, and those of them that the tier does
-        not have. Waits for the copy in flight at most."""
+        not have. Waits for the copies in flight at most."""
         with self._lock:
             self._is_over = True
+            in_flight = [*self._in_flight]
+        for indexes, copy in in_flight:
+            with suppress(RuntimeError):  # a device that failed copies no more
+                copy.wait()
+                self._arrived.update(indexes)
+        with self._lock:
             failed = set(range(len(self.job.items))) - self._arrived
             return failed, self._lost & failed
 
@@ -176,14 +200,14 @@ class Loading:
         self._namespace = namespace
         self._store = store
 
-    def begin(self, jobs: Sequence[LoadJob]) -> None:
-        """Begin loads; each copies after the work queued on the engine's device so far."""
+    def begin(self, jobs: Sequence[LoadJob], fence: Fence) -> None:
+        """Begin loads; they copy once the engine's device has come to `fence`."""
         for job in jobs:
-            load, fence = Load(job, self._host.now()), self._host.copier.fence()
+            load = Load(job, self._host.now())
             verdict = self._host.watch.loads(job.generation)
             self._loads.append((load, self._threads.submit(self._run, load, fence, verdict)))
 
-    def _run(self, load: Load, fence: object, verdict: WeightVerdict) -> None:
+    def _run(self, load: Load, fence: Fence, verdict: WeightVerdict) -> None:
         began = load.began = self._host.now()
         load.laps.lap("queue")
         line = self._pace.line
@@ -203,22 +227,25 @@ class Loading:
         helps nobody, and paces of before would stay the last word on the tier."""
         return sum(not future.done() for _, future in self._loads) > LOADERS
 
-    def _load_items(self, load: Load, fence: object) -> None:
+    def _load_items(self, load: Load, fence: Fence) -> None:
         numbered = list(enumerate(load.job.items))
         resident = [pair for pair in numbered if pair[1].slot is not None]
         stored = [pair for pair in numbered if pair[1].slot is None]
         if resident:
             self._load_resident(load, resident, fence)
-        if not stored or self._store is None:
-            return
-        # A thread runs one load at a time, so there are bounces for each.
-        bounces = [self._bounces.pop() for _ in range(BOUNCES)]
-        try:
-            self._load_stored(load, self._store, bounces, stored, fence)
-        finally:
-            self._bounces += bounces
+        if stored and self._store is not None:
+            # A thread runs one load at a time, so there are bounces for each.
+            bounces = [self._bounces.pop() for _ in range(BOUNCES)]
+            try:
+                self._load_stored(load, self._store, bounces, stored, fence)
+            finally:
+                with suppress(RuntimeError):
+                    load.land()  # else another load could write into what is still copied
+                self._bounces += bounces
+        load.land()
+        load.laps.lap("copy")
 
-    def _load_resident(self, load: Load, items: Numbered, fence: object) -> None:
+    def _load_resident(self, load: Load, items: Numbered, fence: Fence) -> None:
         memory = self._host.memory
         # In waves: `end` waits for the copy in flight.
         step = max(1, WAVE_BYTES // memory.rows.stride(0))
@@ -230,6 +257,8 @@ class Loading:
             load.record_missing(wave, held)
             if not self._copy_wave(load, memory, slots, wave, held, fence):
                 return
+            load.land(but=1)
+            load.laps.lap("copy")
 
     def _held(self, load: Load, items: Numbered, slots: Sequence[int]) -> list[bool]:
         held = self._host.wait_and_verify(slots, [item.key for _, item in items])
@@ -245,29 +274,36 @@ class Loading:
         store: Guarded,
         bounces: Sequence[SlotMemory],
         items: Numbered,
-        fence: object,
+        fence: Fence,
     ) -> None:
-        """Read wave by wave; a wave is copied while the next one is read."""
+        """Read wave by wave; a wave is copied while the next one is read, into the bounce of the
+        one before."""
         step = bounces[0].rows.shape[0]
         waves = [items[start : start + step] for start in range(0, len(items), step)]
         ahead: Future[_WaveRead] | None = None
         try:
             for number, wave in enumerate(waves):
                 bounce = bounces[number % BOUNCES]
-                read = ahead.result() if ahead else self._read(load, store, wave, bounce)
+                read = ahead.result() if ahead else self._read(load, store, wave, bounce, ENDED)
                 load.laps.lap("load", read.waited)
                 if read.held is None:
                     return
                 if number + 1 < len(waves) and all(read.held):
-                    after = waves[number + 1], bounces[(number + 1) % BOUNCES]
-                    ahead = self._readers.submit(self._read, load, store, *after)
+                    then = waves[number + 1], bounces[(number + 1) % BOUNCES], load.last_copy
+                    ahead = self._readers.submit(self._read, load, store, *then)
                 if not self._copy_wave(load, bounce, range(len(wave)), wave, read.held, fence):
                     return
+                load.land(but=1)
+                load.laps.lap("copy")
         finally:
             if ahead is not None:
                 wait([ahead])  # else another load could be given the memory that it reads into
 
-    def _read(self, load: Load, store: Guarded, wave: Numbered, bounce: SlotMemory) -> _WaveRead:
+    def _read(
+        self, load: Load, store: Guarded, wave: Numbered, bounce: SlotMemory, before: Copy
+    ) -> _WaveRead:
+        """Read a wave into a bounce, once the copy that was begun `before` has left it."""
+        before.wait()
         began = time.perf_counter()
         in_time = self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until)
         waited = time.perf_counter() - began
@@ -291,14 +327,16 @@ class Loading:
         rows: Sequence[int],
         wave: Numbered,
         held: Sequence[bool],
-        fence: object,
+        fence: Fence,
     ) -> bool:
-        """Copy the held items of a wave from their rows; return whether all were held and the load
-        goes on."""
+        """Begin to copy the held items of a wave from their rows; return whether all were held and
+        the load goes on."""
         good = [place for place, ok in enumerate(held) if ok]
         sources = [rows[place] for place in good]
         targets = [wave[place][1].target for place in good]
         copier = self._host.copier
+        fence.wait()  # without the load's lock, for which the engine's thread may wait
+        load.laps.lap("queue")
         goes_on = load.copy_in(
             [wave[place][0] for place in good],
             lambda: copier.scatter(memory.rows, sources, targets, fence),

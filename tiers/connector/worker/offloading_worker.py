@@ -24,7 +24,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.connector.worker.weight_watch import WeightVerdict
-from tiers.contract.block_copier import Copy
+from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.generation import space_of
 from tiers.contract.messages import (
@@ -234,6 +234,7 @@ class OffloadingWorker(WorkerConnector):
         self._stores: OrderedDict[int, _Store] = OrderedDict()
         self._moves: dict[int, Future[JobResult]] = {}
         self._begun: OffloadingConnectorMetadata | None = None
+        self._fence: Fence = ENDED
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
         self._measures: Measures = {}
@@ -358,13 +359,20 @@ class OffloadingWorker(WorkerConnector):
 
     # -- loading -----------------------------------------------------------------------------
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._orders().reqs_to_load:
+            # Here all is queued that touches blocks which are to be loaded: zeroing, and the steps
+            # of requests that had them. Many runners launch this step before `start_load_kv`.
+            self._fence = self._host.copier.fence()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._orders()
         if orders.moves is not None:
             self._moves[orders.moves.job_id] = self._host.move(orders.moves.items)
         if orders.vacated is not None:
             self._host.vacated(*orders.vacated)
-        self._loading.begin(orders.reqs_to_load)
+        self._loading.begin(orders.reqs_to_load, self._fence)
         self._filling.begin(orders.slots_to_fill)
 
     def _orders(self) -> OffloadingConnectorMetadata:

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import opens_ours
-from tiers.contract.block_copier import Copier, Copy, OpenCopier
+from tiers.contract.block_copier import Copier, Copy, Fence, OpenCopier
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.clock import Clock
 from tiers.store import Block, StoreWrapper, TierStore
@@ -195,12 +195,12 @@ class LinkedCopier:
         return self._copier.gather(blocks, rows, slots)
 
     def scatter(
-        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
-    ) -> None:
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: Fence
+    ) -> Copy:
         """As the copier, after the link's time."""
         if rows.data_ptr() == self._pool:
             self._link.load(len(slots), self._link.now())
-        self._copier.scatter(rows, slots, blocks, after)
+        return self._copier.scatter(rows, slots, blocks, after)
 
 
 def copier_over(link: Link | None) -> OpenCopier:
