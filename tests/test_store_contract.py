@@ -21,16 +21,29 @@ from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
+from tiers.testing.template.kit import TestTemplate  # noqa: F401 - pytest runs it
 from tiers.trial import Medium, find_lie
 from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 
 
-class OneProcess:
-    """Skips the test of a second process, which takes seconds and would show nothing new."""
+class Same:
+    """Skips tests that take long, and would show nothing new of the same store."""
 
-    def test_another_process_sees_what_was_put(self) -> None:
+    def _skip(self) -> None:
         raise SkipTest(f"the class that {type(self).__name__} inherits from tries it")
+
+    test_another_process_sees_what_was_put = _skip
+    test_it_serves_on_after_a_fork = _skip
+    test_nothing_is_left_behind = _skip
+    test_what_is_dropped_gives_its_memory_back = _skip
+
+
+class NeverRaises:
+    """A guard's answer to an error is a miss, and a trial later."""
+
+    def test_errors_are_raised(self) -> None:
+        raise SkipTest(f"{type(self).__name__} is guarded")
 
 
 class KnowsChecksums(StoreContract):
@@ -80,21 +93,21 @@ class TestRedis(KnowsChecksums):
         return key
 
 
-class TestRedisCompressed(OneProcess, TestRedis):
+class TestRedisCompressed(Same, TestRedis):
     codec = "zstd"
 
 
-class TestRedisInPlanes(OneProcess, TestRedis):
+class TestRedisInPlanes(Same, TestRedis):
     codec = "byteplanes"
 
 
-class TestRedisOverUnixSocket(OneProcess, TestRedis):
+class TestRedisOverUnixSocket(Same, TestRedis):
     @pytest.fixture(autouse=True)
     def _place(self, shared_server: RedisServer) -> None:
         self.url = shared_server.unix_url
 
 
-class TestGuardedRedis(OneProcess, TestRedis):
+class TestGuardedRedis(NeverRaises, Same, TestRedis):
     def open_store(self, payload_bytes: int) -> TierStore:
         return Guarded(super().open_store(payload_bytes), "redis")
 
@@ -122,7 +135,7 @@ class TestDisk(KnowsChecksums):
         return key
 
 
-class TestEncryptedDisk(OneProcess, TestDisk):
+class TestEncryptedDisk(Same, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
         return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
@@ -131,7 +144,7 @@ class TestEncryptedDisk(OneProcess, TestDisk):
         return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
 
 
-class TestEncryptedRedis(OneProcess, TestRedis):
+class TestEncryptedRedis(Same, TestRedis):
     def name(self, key: bytes) -> bytes:
         return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
 
@@ -140,7 +153,7 @@ class TestEncryptedRedis(OneProcess, TestRedis):
         return EncryptedStore(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 
-class TestGuardedDisk(OneProcess, TestDisk):
+class TestGuardedDisk(NeverRaises, Same, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         return Guarded(super().open_store(payload_bytes), "disk")
 

@@ -20,7 +20,7 @@ Subclass `StoreContract` in a test file, say how to open your store, and let pyt
 Tests of what the class leaves unset are skipped, by name. The kit itself needs no pytest: its
 tests are methods with plain asserts, and skip with `unittest.SkipTest`, which pytest understands.
 With pytest, call `pytest.register_assert_rewrite("tiers.testing")` in your conftest.py to see what
-they compared.
+they compared. `python -m tests.mutants`, in a checkout, shows what it finds and what it does not.
 
 To see what an engine does with a slow or failing tier, put `SlowStore` or `FaultyStore` around a
 store; `MemoryStore` is the simplest, and `GivenSpec` makes a tier of one.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import SkipTest
 
 from spec.offloading import StoreSpec
 from tiers.store import Block, Capability, TierStore, capability, each
+from tiers.testing.limits import limited
 from tiers.trial import Medium
 
 _CANARY = 0xA5
@@ -36,7 +40,7 @@ class Memory:
         gap = 64
         stride = payload_bytes + gap
         self._bytes = bytearray([_CANARY]) * (shift + stride * len(keys))
-        view = memoryview(self._bytes)
+        self._view = view = memoryview(self._bytes)
         starts = [shift + index * stride for index in range(len(keys))]
         self.blocks = [
             Block(key, view[start : start + payload_bytes])
@@ -62,6 +66,25 @@ class Memory:
         key, payload = self.blocks[index]
         return payload == payload_of(key, len(payload), version)
 
+    def is_free(self, seconds: float = 1.0) -> bool:
+        """Whether nobody has a view of it any more; waits for that so long. It is spent then."""
+        for block in self.blocks:
+            block.payload.release()
+        for view in self._outside:
+            view.release()
+        self.blocks, self._outside = [], []
+        self._view.release()
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                self._bytes.append(0)  # fails while there are views
+                return True
+            except BufferError:
+                if time.monotonic() > until:
+                    return False
+                gc.collect()
+                time.sleep(0.01)
+
     def check_canaries(self) -> None:
         """Fail if a byte outside the payloads was written."""
         for gap in self._outside:
@@ -84,6 +107,14 @@ class StoreUnderTest:
     """Whether a store that is opened again has the blocks that it had when it was closed."""
     verifies: bool | None = None
     """Whether a block that was damaged in the store is a miss; equal to the spec's `verifies`."""
+    limit_seconds = 60.0
+    """What one test of the kit may take: a verb that never ends fails it."""
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        for name, test in list(vars(cls).items()):
+            if name.startswith("test_") and test.__module__.startswith("tiers.testing."):
+                setattr(cls, name, limited(test))
 
     def open_store(self, payload_bytes: int) -> TierStore:
         """Open the store; within a test always at the same place. The kit closes it.

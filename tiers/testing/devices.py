@@ -1,0 +1,86 @@
+"""What Python code does I/O by, as the kit sees it: it can fail there, or be forbidden."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+_FILES = (
+    *("open", "read", "readv", "pread", "preadv", "write", "writev", "pwrite", "pwritev", "stat"),
+    *("unlink", "remove", "rename", "replace", "link", "truncate", "ftruncate", "scandir"),
+    *("listdir", "fsync", "fdatasync", "posix_fallocate"),
+)
+_SOCKETS = (
+    *("connect", "send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg", "recvmsg_into"),
+)
+_PLACES: tuple[tuple[object, str], ...] = (
+    (builtins, "open"),
+    (io, "open"),
+    (time, "sleep"),
+    *((os, name) for name in _FILES if hasattr(os, name)),
+    *((socket.socket, name) for name in _SOCKETS),
+)
+
+
+@contextmanager
+def watched(before: Callable[[str], None]) -> Iterator[None]:
+    """Call `before` with a function's name before each call that Python code makes of a file, a
+    socket or `sleep`, on its thread; what it raises is what the call raises. Not of C code."""
+    with ExitStack() as stack:
+        for owner, name in _PLACES:
+            stack.enter_context(patch.object(owner, name, _asking(owner, name, before)))
+        yield
+
+
+def _asking(owner: object, name: str, before: Callable[[str], None]) -> Callable[..., Any]:
+    real = getattr(owner, name)
+
+    def call(*given: Any, **named: Any) -> Any:
+        before(name)
+        return real(*given, **named)
+
+    return call
+
+
+@contextmanager
+def failing_devices() -> Iterator[None]:
+    """Meanwhile files can't be opened, read or written, and sockets are cut; no file can grow,
+    whoever writes it."""
+
+    def fail(name: str) -> None:
+        if name in _SOCKETS:
+            raise ConnectionResetError(errno.ECONNRESET, "cut by the kit")
+        if name != "sleep":
+            raise OSError(errno.ENOBUFS, "no I/O, says the kit")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with watched(fail):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def open_files() -> int:
+    """File descriptors of this process, sockets too; 0 where that is not known."""
+    with suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
+
+
+def own_bytes() -> int:
+    """Memory of this process that is no file's; 0 where that is not known."""
+    with suppress(OSError), open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+        return int(lines.get("RssAnon", "0 kB").split()[0]) << 10
+    return 0

@@ -1,0 +1,140 @@
+"""Tests of what a store leaves alone and gives back: memory, threads, files; also after a fork."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from tiers.errors import KVTiersError
+from tiers.store import TierStore
+from tiers.testing.devices import open_files, own_bytes
+from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
+
+LATE = 0.05
+"""Seconds after a call in which it must not touch the caller's memory any more."""
+_ROUNDS, _PHASES = 4, 4
+_BLOCKS = 32
+_PATTERN = 0x5C
+FORK_SECONDS = 20.0
+
+
+class MemoryTests(StoreUnderTest):
+    """A call that has returned has nothing of the caller's, and a closed store nothing at all."""
+
+    def test_memory_is_the_callers_again_after_each_call(self) -> None:
+        keys = [make_key() for _ in range(8)]
+        given, taken = Memory(keys, self.payload_bytes).fill(), Memory(keys, self.payload_bytes)
+        with self.opened() as store:
+            assert self.stored(store, given) == [True] * 8
+            assert list(store.get(taken.blocks)) == [True] * 8
+            for memory in (given, taken):
+                for block in memory.blocks:
+                    block.payload[:] = bytes([_PATTERN]) * self.payload_bytes
+            time.sleep(LATE)
+            for verb, memory in (("put", given), ("get", taken)):
+                untouched = all(set(block.payload) == {_PATTERN} for block in memory.blocks)
+                assert untouched, f"{verb} wrote into the caller's memory after it had returned"
+            for verb, memory in (("put", given), ("get", taken)):
+                assert memory.is_free(), f"{verb} keeps the caller's memory after it has returned"
+            assert self.hits(store, keys) == [True] * 8
+
+    def test_nothing_is_left_behind(self) -> None:
+        self._round()
+        files, threads = open_files(), threading.active_count()
+        self._check_memory(self._round, "closed stores")
+        most = _ROUNDS - 1
+        # A thread or a file may take a moment to end.
+        _settled(lambda: open_files() - files <= most)
+        _settled(lambda: threading.active_count() - threads <= most)
+        more = open_files() - files
+        assert more <= most, f"{more} files or connections are left of closed stores"
+        more = threading.active_count() - threads
+        assert more <= most, f"{more} threads are left of closed stores"
+
+    def test_what_is_dropped_gives_its_memory_back(self) -> None:
+        with self.opened() as store:
+            self._check_memory(lambda: self._store_and_drop(store), "dropped blocks")
+
+    def _round(self) -> None:
+        with self.opened() as store:
+            self._store_and_drop(store)
+
+    def _store_and_drop(self, store: TierStore) -> None:
+        keys = [make_key() for _ in range(_BLOCKS)]
+        self.put(store, keys)
+        self.hits(store, keys)
+        listed(store.has(keys))
+        store.drop(keys)
+
+    def _check_memory(self, work: Callable[[], None], of: str) -> None:
+        """Do the work some times. What leaks grows again and again, what is kept for reuse once."""
+        most = _ROUNDS * _BLOCKS * self.payload_bytes // 2
+        for _ in range(_PHASES):
+            before = own_bytes()
+            for _ in range(_ROUNDS):
+                work()
+            more = own_bytes() - before
+            if more <= most:
+                return
+            gc.collect()
+        raise AssertionError(f"{more >> 10} KiB of memory are left of {_ROUNDS} times {of}")
+
+    def test_it_serves_on_after_a_fork(self) -> None:
+        """The child uses no store of its parent's. One that it opens is right, or refuses."""
+        keys = [make_key() for _ in range(4)]
+        with self.opened() as store:
+            self.put(store, keys)
+            child = os.fork()
+            if not child:
+                _end_child(lambda: self._is_right_in_child(keys))
+            status = _end_of(child)
+            assert status is not None, f"a forked child has not ended after {FORK_SECONDS:g} s"
+            assert status == 0, "a store that a forked child opens serves wrong bytes"
+            assert self.hits(store, keys) == [True] * 4, "blocks are lost after a fork"
+            if self.shared:
+                with self.opened() as other:
+                    assert self.hits(other, keys) == [True] * 4, "blocks are lost after a fork"
+            self.put(store, [make_key()])
+
+    def _is_right_in_child(self, keys: list[bytes]) -> bool:
+        with suppress(KVTiersError, OSError):
+            store = self.open_store(self.payload_bytes)
+            memory = Memory(keys, self.payload_bytes)
+            hits = store.get(memory.blocks)
+            return all(memory.holds(index) for index, hit in enumerate(hits) if hit)
+        return True
+
+
+def _end_child(is_right: Callable[[], bool]) -> None:
+    """End a forked child at once: it must run nothing of what its parent would."""
+    try:
+        threading.Timer(FORK_SECONDS, os._exit, (2,)).start()
+        os._exit(0 if is_right() else 1)
+    finally:
+        os._exit(0)
+
+
+def _end_of(child: int) -> int | None:
+    """How the child ended; None: it did not, and was killed."""
+    until = time.monotonic() + FORK_SECONDS
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.002)
+
+
+def _settled(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 2.0
+    while not is_so() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
