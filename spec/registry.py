@@ -25,7 +25,18 @@ from pydantic import ValidationError
 from spec.errors import KVTiersError, describe_error, did_you_mean, one_of
 from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 
+PLUGIN_API = 1
+"""The version of what plugins see. It grows when a plugin that was right may fail."""
+
+ENDING: Mapping[int, str] = {}
+"""Former versions that are still read, with a warning, and the kvtiers that will read them no
+more: the next minor version."""
+
 GROUP = "kvtiers.tiers"
+"""The group of entry points of version 1; that of another version ends with `.v` and its number. So
+what a package was built for is known before its code runs."""
+
+PAGE = "docs/plugins.md#what-is-public-and-for-how-long"
 
 IMPORT_SECONDS = 30.0
 """Limit for the import of a plugin."""
@@ -50,9 +61,31 @@ class BrokenTierType(KVTiersError, ValueError):
 def tier_types() -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of each installed type, sorted by type; several are a clash."""
     found: dict[str, dict[str, EntryPoint]] = {}
-    for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    # A package may name one type for several versions, of which the newest that is read counts.
+    for entry in sorted(_entries(), key=_preference):
+        found.setdefault(entry.name, {})[_owner(entry)] = entry
     return {name: _rightful(found[name].values()) for name in sorted(found)}
+
+
+def _entries() -> Iterator[EntryPoint]:
+    """The entry points of tier types, for whatever version of the plugin API."""
+    every = entry_points()
+    for group in every.groups:
+        if _api_of(group):
+            yield from every.select(group=group)
+
+
+def _api_of(group: str) -> int:
+    """The version of the plugin API that a group of entry points is of; 0: it is none of ours."""
+    if group == GROUP:
+        return 1
+    number = group.removeprefix(f"{GROUP}.v")
+    return int(number) if number != group and number.isdecimal() else 0
+
+
+def _preference(entry: EntryPoint) -> tuple[bool, int]:
+    api = _api_of(entry.group)
+    return api == PLUGIN_API or api in ENDING, api
 
 
 def _rightful(entries: Collection[EntryPoint]) -> tuple[EntryPoint, ...]:
@@ -73,6 +106,12 @@ def _warn_taken(name: str, owner: str) -> None:
         name,
         owner,
     )
+
+
+@functools.cache
+def _warn_ending(owner: str, api: int, last: str) -> None:
+    line = "%s was built for plugin API %d, which kvtiers %s reads no more; this is %d: see %s"
+    _log.warning(line, owner, api, last, PLUGIN_API, PAGE)
 
 
 def tier_class(tier_type: str) -> type[OffloadingSpec]:
@@ -123,6 +162,14 @@ def _entry(tier_type: str) -> EntryPoint:
 
 
 def _load(entry: EntryPoint) -> type[OffloadingSpec]:
+    api = _api_of(entry.group)
+    if api in ENDING:
+        _warn_ending(_owner(entry), api, ENDING[api])
+    elif api != PLUGIN_API:
+        raise BrokenTierType(
+            f"its package {_owner(entry)} was built for plugin API {api}, this is {PLUGIN_API}: "
+            f"see {PAGE}"
+        )
     loaded = _run(entry, entry.load, "its import", IMPORT_SECONDS)
     if not (isinstance(loaded, type) and issubclass(loaded, OffloadingSpec)):
         raise _broken(entry, "it is not an OffloadingSpec")
@@ -208,7 +255,7 @@ def package_of(spec: OffloadingSpec) -> str | None:
     top = type(spec).__module__.partition(".")[0]
     if f"{top}." == _OURS:
         return None
-    entries = [entry for entry in entry_points(group=GROUP) if _top(entry) == top]
+    entries = [entry for entry in _entries() if _top(entry) == top]
     entries.sort(key=lambda entry: entry.name != spec.type)
     return _owner(entries[0]) if entries else top
 

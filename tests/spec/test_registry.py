@@ -14,7 +14,7 @@ from spec.load import load_chain
 from spec.offloading import HIT_SOURCES
 from spec.registry import tier_class, tier_types
 from spec.schema import chain_schema
-from tests.support.plugin_packages import Install
+from tests.support.plugin_packages import Install, write_package
 
 GOOD = """
 from typing import Literal
@@ -295,3 +295,39 @@ def test_hit_sources_are_those_of_vllm() -> None:
 )
 def test_an_unknown_type_is_answered_with_the_known(written: str, says: str) -> None:
     assert says in chain(type=written)
+
+
+def test_a_plugin_of_another_api_is_named_before_its_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write_package(
+        tmp_path, "tapes", "raise SystemExit", group="kvtiers.tiers.v2", tape="TapeSpec"
+    )
+    monkeypatch.syspath_prepend(str(place))
+    assert chain(type="tape") == (
+        "chain: tiers[0].type: found 'tape'; its package tapes 1.0 was built for plugin API 2, "
+        "this is 1: see docs/plugins.md#what-is-public-and-for-how-long"
+    )
+
+
+def test_a_plugin_of_the_former_api_works_with_a_warning(
+    plugin: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin("tapes", GOOD, tape="TapeSpec")
+    monkeypatch.setattr(registry, "PLUGIN_API", 2)
+    assert "built for plugin API 1, this is 2" in chain(type="tape", reel="1GB")
+    monkeypatch.setattr(registry, "ENDING", {1: "0.3"})
+    assert chain(type="tape", reel="1GB") == chain(type="tape", reel="1GB") == ""
+    (line,) = [line for line in caplog.messages if "reads no more" in line]
+    assert line.startswith("tapes 1.0 was built for plugin API 1, which kvtiers 0.3 reads no more")
+
+
+def test_of_two_versions_in_one_package_the_newest_that_is_read_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write_package(tmp_path, "tapes", GOOD, tape="TapeSpec")
+    with (place / "tapes-1.0.dist-info" / "entry_points.txt").open("a") as points:
+        points.write("\n[kvtiers.tiers.v2]\ntape = later:TapeSpec\n[kvtiers.tiers.x]\na = b:c\n")
+    monkeypatch.syspath_prepend(str(place))
+    assert tier_class("tape").__module__ == "tapes"
+    assert "a" not in tier_types()

@@ -12,7 +12,9 @@ class Install(Protocol):
     def __call__(self, module: str, source: str, /, **types: str) -> None: ...
 
 
-def write_package(folder: Path, module: str, source: str, /, **types: str) -> Path:
+def write_package(
+    folder: Path, module: str, source: str, /, group: str = "kvtiers.tiers", **types: str
+) -> Path:
     """Write a package, called as its module, into a folder of its own, for `sys.path`."""
     place = folder / module
     info = place / f"{module}-1.0.dist-info"
@@ -20,5 +22,5 @@ def write_package(folder: Path, module: str, source: str, /, **types: str) -> Pa
     (place / f"{module}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
     points = [f"{name} = {module}:{found}" for name, found in types.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[kvtiers.tiers]", *points]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points]))
     return place
