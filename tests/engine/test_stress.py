@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-QUICK = ("hybrid", "windows", "states")
-"""Settings that are run with all other tests; the rest are with the faults."""
+QUICK = (("hybrid", 2), ("windows", 1), ("states", 2))
+"""Settings and steps in flight that run with all other tests; the rest are with the faults."""
 SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "cached": (MODEL, "first", 1, True),
     "uncached": (MODEL, "first", 1, False),
@@ -85,10 +86,15 @@ SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.faults) for name in SETTINGS],
+    "setting, in_flight",
+    [
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.faults)
+        for one in product(SETTINGS, (1, 2))
+    ],
 )
-def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: str) -> None:
+def test_no_token_differs_and_nothing_is_left_behind(
+    tmp_path: Path, setting: str, in_flight: int
+) -> None:
     model, load, world_size, prefix_caching = SETTINGS[setting]
     chain = ChainSpec(
         version=1,
@@ -111,6 +117,7 @@ def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: st
         prefix_caching=prefix_caching,
         world_size=world_size,
         open_copier=LateCopies,
+        steps_in_flight=in_flight,
     )
     rng = random.Random(world_size)
     requests = []

@@ -27,8 +27,8 @@ SETTINGS: dict[str, Any] = {
 def test_no_token_differs_while_the_chain_changes(
     run_vllm: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Order, sizes, a disk that is drained, detached and attached, settings, and a refused change;
-    prints how long steps took, which depends on the machine."""
+    """Order, sizes, a disk that is drained, detached and attached, settings, and a refused change,
+    with two steps in flight; prints how long steps took, which depends on the machine."""
     plain = run_vllm([ONE_EACH, AT_ONCE, ONE_EACH], **SETTINGS)
     cpu = {"type": "cpu", "capacity": "12MiB"}
     disk = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
@@ -56,7 +56,12 @@ def test_no_token_differs_while_the_chain_changes(
         "2": [["end_changes", {"result": str(report)}]],
     }
     run = run_vllm(
-        [ONE_EACH, AT_ONCE, ONE_EACH], [cpu, disk], told=told, control=control, **SETTINGS
+        [ONE_EACH, AT_ONCE, ONE_EACH],
+        [cpu, disk],
+        told=told,
+        control=control,
+        steps_in_flight=2,
+        **SETTINGS,
     )
     found = json.loads(report.read_text())
     print({key: value for key, value in found.items() if key != "outcomes"})

@@ -37,6 +37,8 @@ CONCURRENT = [(SHARED[i % 3] + [i + 3] * 40, 60) for i in range(16)]
 """Sixteen prompts on three prefixes, which run at once in far fewer blocks than they need."""
 IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 """Scheduler and worker in one process, which also starts sooner."""
+AHEAD: dict[str, Any] = {"steps_in_flight": 2}
+"""What vLLM does by default on GPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +86,14 @@ def test_eviction_restart_and_replica(
     tmp_path: Path,
     shared_server: Any,
 ) -> None:
-    """Each tier serves in turn; two of them are of one type. What is asked is recorded."""
+    """Each tier serves in turn; two of them are of one type. What is asked is recorded. Of these
+    engines one has two steps in flight, and the others find what it has stored."""
     trace = tmp_path / "trace"
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path), "ttl": "1h"}
     redis["timeout"] = "30s"  # what a busy machine takes longer for is a miss otherwise
     disks = [disk(tmp_path / name, name=name) for name in ("fast", "slow")]
 
-    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace)
+    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace, **AHEAD)
     assert first.tokens == answers * 2
     assert first.loaded() == {"cpu": COMPLETE}
     assert {first.count(t, "stored_blocks") for t in ("cpu", "fast", "slow", "redis")} == {72}
@@ -139,8 +142,9 @@ def test_after_a_restart_what_was_used_last_is_in_memory(
     assert run.loaded() == {"cpu": COMPLETE / 2, "disk": COMPLETE / 2}
 
 
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.faults), 2])
 def test_concurrent_requests_and_preemption(
-    run_vllm: Callable[..., Run], plain: Run, tmp_path: Path
+    run_vllm: Callable[..., Run], plain: Run, tmp_path: Path, in_flight: int
 ) -> None:
     salts = [{}, {"salt": "known"}, {"salt": "nameless"}]
     salted = [(*request, salts[i % 3]) for i, request in enumerate(CONCURRENT)]
@@ -150,6 +154,7 @@ def test_concurrent_requests_and_preemption(
         num_gpu_blocks_override=34,
         record=tmp_path / "trace",
         tenants={"known": {"name": "gold"}, "nameless": {}},
+        steps_in_flight=in_flight,
         **IN_PROCESS,
     )
     assert run.preemptions > 0, "the engine was meant to run out of blocks"
@@ -186,7 +191,7 @@ def test_hundreds_of_requests_with_aborts_in_too_little_kv(
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
     redis["timeout"] = "30s"
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path / "disk"), redis]
-    few = {"num_gpu_blocks_override": 34, "abort": 100, **IN_PROCESS}
+    few = {"num_gpu_blocks_override": 34, "abort": 100, **AHEAD, **IN_PROCESS}
     run = run_vllm([requests], tiers, load_policy="stitched", load_when="sooner", **few)
     assert run.count("cpu", "load_tokens_per_second") > 0
     assert run.count("cpu", "prefill_tokens_per_second") > 0
@@ -248,7 +253,7 @@ def test_a_damaged_disk_never_changes_an_answer(
             for position in range(5096, slab.stat().st_size, 500_000):
                 file.seek(position)
                 file.write(b"wrong KV")
-    run = run_vllm(ONE_BY_ONE, [here], **IN_PROCESS)
+    run = run_vllm(ONE_BY_ONE, [here], **AHEAD, **IN_PROCESS)
     assert run.tokens == answers
     assert run.count("disk", "load_failures") > 0
     assert 0 < run.loaded()["disk"] < COMPLETE

@@ -131,7 +131,8 @@ def test_two_hundred_requests(run_vllm: Callable[..., Run], small_disk: Path) ->
         ]
         vandal = Vandal(small_disk, server)
         vandal.start()
-        run = run_vllm(batches, tiers, load_policy="stitched", max_wait=f"{MAX_WAIT}s")
+        ahead = {"steps_in_flight": 2, "max_wait": f"{MAX_WAIT}s"}
+        run = run_vllm(batches, tiers, load_policy="stitched", **ahead)
         vandal.done.set()
         vandal.join()
         server.resume()

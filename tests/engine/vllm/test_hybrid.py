@@ -58,7 +58,8 @@ def test_several_groups_come_back_from_every_tier(
     assert first.count("cpu", "loaded_blocks") == len(LONG) * (BLOCKS + 2 * in_windows)
 
     damage_some(tmp_path)
-    restarted = run_windowed(GEMMA, [*LONG, CONCURRENT, CONCURRENT], tiers)
+    rounds = [*LONG, CONCURRENT, CONCURRENT]
+    restarted = run_windowed(GEMMA, rounds, tiers, steps_in_flight=2)
     assert restarted.tokens[:3] == answers[:3]
     assert restarted.count("disk", "load_failures") > 0, restarted.tiers
     expected = [batch[0] for batch in answers[3:]]
@@ -71,7 +72,7 @@ def test_requests_are_preempted_and_aborted_in_too_little_kv(
     run_windowed: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path)]
-    few = {"num_gpu_blocks_override": 56, "abort": 30}
+    few = {"num_gpu_blocks_override": 56, "abort": 30, "steps_in_flight": 2}
     run = run_windowed(GEMMA, [CONCURRENT * 6], tiers, load_policy="stitched", **few)
     assert run.preemptions > 0
     assert sum(run.loaded().values()) > 0

@@ -1,4 +1,5 @@
-"""A real vLLM engine that sleeps, and one whose weights change under it."""
+"""A real vLLM engine that sleeps, and one whose weights change under it. `AHEAD`: with two steps in
+flight, as by default on GPUs."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ BATCH = [(prompt, 8) for prompt in documents(1, 600, seed=1)]
 FULL = 18 * 32
 NAP: list[Any] = [("sleep", {"level": 1}), ("wake_up", {})]
 IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+AHEAD: dict[str, Any] = {"steps_in_flight": 2, **IN_PROCESS}
 
 
 @pytest.mark.faults
@@ -27,16 +29,16 @@ def test_sleep_and_new_weights(run_vllm: Callable[..., Run], tmp_path: Path) -> 
         ("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(other)}}),
         ("reset_prefix_cache", {"reset_connector": True}),
     ]
-    plain = run_vllm([BATCH] * 2, told={1: change}, **IN_PROCESS)
+    plain = run_vllm([BATCH] * 2, told={1: change}, **AHEAD)
     old, new = plain.tokens
     assert old != new, "the weights must matter"
 
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
-    wary = run_vllm([BATCH] * 3, [disk], told={1: NAP, 2: change}, **IN_PROCESS)
+    wary = run_vllm([BATCH] * 3, [disk], told={1: NAP, 2: change}, **AHEAD)
     assert wary.tokens == [old, old, new]
     assert wary.cached == [[0], [0], [0]]
 
-    sibling = run_vllm([BATCH] * 2, [disk], told={1: NAP}, on_reset="keep", **IN_PROCESS)
+    sibling = run_vllm([BATCH] * 2, [disk], told={1: NAP}, on_reset="keep", **AHEAD)
     assert sibling.tokens == [old, old]
     assert sibling.cached == [[FULL], [FULL]]
     assert sibling.loaded() == {"disk": 2 * FULL}
@@ -92,7 +94,7 @@ def test_a_trainer_in_the_engines_process(
         1: [*sleeps, ("collective_rpc", reloads), ("reset_prefix_cache", {})],
         2: [("copy_in_place", {"path": policies[2]})],
     }
-    is_never_another_s(run_vllm, disk, told, **IN_PROCESS)
+    is_never_another_s(run_vllm, disk, told, **AHEAD)
 
 
 @pytest.mark.faults
@@ -160,6 +162,7 @@ def test_weights_are_transferred(
 @pytest.mark.faults
 @pytest.mark.fault
 def test_running_requests_are_reset(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+    """With one step in flight: with two, vLLM itself raises, whatever connector loads."""
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
     one, other = ([(prompt, 40)] for [(prompt, _)] in ASKED)
     told: dict[int, Any] = {1: [("turn_in_place", {})]}

@@ -76,7 +76,7 @@ def test_states_and_attention_come_back_from_every_tier(
     expected = plain.tokens + run_states(later).tokens
 
     tiers = [CPU, disk(tmp_path)]
-    small = {"num_gpu_blocks_override": 24}  # less than two prompts
+    small = {"num_gpu_blocks_override": 24, "steps_in_flight": 2}  # less than two prompts
     first = run_states([*once, *later, *once], tiers, **small)
     assert first.tokens == expected + plain.tokens
     assert sum(first.loaded().values()) >= 5 * BLOCKS * STATE_BLOCK_TOKENS

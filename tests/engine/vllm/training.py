@@ -131,6 +131,7 @@ class Async:
 
         self._engine = self._loop.run_until_complete(make())
         self.llm_engine = self.engine_core = self
+        self.vllm_config = self._engine.vllm_config
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ the number of a batch, or `start`, the function of `damage` that is called befor
 arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training` or
 `live_changes`, that are called before it, or with `preempt` when it is preempted, and their
 arguments), `warmed` (how many blocks are loaded into host memory before the first batch), `settled`
-(whether each batch begins when all that was stored before is there) and `is_async` (whether the
-engine is an AsyncLLM).
+(whether each batch begins when all that was stored before is there), `is_async` (whether the
+engine is an AsyncLLM) and `steps_in_flight` (2: as by default on GPUs, see `two_steps_in_flight`).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
@@ -97,10 +97,13 @@ def run(job: dict[str, Any]) -> None:
 
     forking: Any = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: forking
+    if is_ahead := job.get("steps_in_flight") == 2:
+        two_steps_in_flight()
     before = job.get("before", {})
     if change := before.get("start"):
         (getattr(damage, change[0], None) or getattr(training, change[0]))(*change[1:])
     llm: Any = training.Async(**job["engine"]) if job.get("is_async") else LLM(**job["engine"])
+    assert bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling) == is_ahead
     settle(llm, warmed=job.get("warmed", 0))
     batches = []
     spoken: list[list[int]] = []
@@ -147,6 +150,21 @@ def run(job: dict[str, Any]) -> None:
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
+
+
+def two_steps_in_flight() -> None:
+    """Let an engine here schedule a step before the last one's output has come, as vLLM does by
+    default on GPUs: the CPU's platform takes that back, and this puts it in again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(config: Any) -> None:
+        default = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = default
+
+    CpuPlatform.check_and_update_config = staticmethod(checked)
 
 
 def tell(llm: Any, method: str, arguments: dict[str, Any]) -> None:

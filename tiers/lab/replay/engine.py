@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec.chain import ChainSpec
 from tiers.connector.assembly import open_scheduler, open_worker
@@ -35,6 +35,15 @@ IDLE_SECONDS = 0.0005
 interpreter from the threads that transfer."""
 
 
+class Computed(NamedTuple):
+    """A step in flight that the workers have computed: its results, and the token that it sampled
+    for each request."""
+
+    step: Step
+    output: StepOutput
+    sampled: dict[str, int]
+
+
 class ReplayEngine:
     """Runs requests over a chain of tiers, or without one (`chain` None).
 
@@ -42,7 +51,8 @@ class ReplayEngine:
     so that all that crosses is pickled. `facts` name the model to the namespace, as do
     `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
     `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: those that the scheduler and then
-    each rank report. `weights`: of each rank. `root`: see `worker_parts`.
+    each rank report. `weights`: of each rank. `root`: see `worker_parts`. With two
+    `steps_in_flight` a step is planned and computed before the last one's results are taken in.
     """
 
     def __init__(
@@ -65,7 +75,9 @@ class ReplayEngine:
         hosts: Sequence[str] = (),
         weights: Sequence[Weights] = (),
         root: Path = Path("/"),
+        steps_in_flight: int = 1,
     ) -> None:
+        self._steps_in_flight = steps_in_flight
         self.model = model or ReplayModel()
         info = replace(
             self.model.engine_info(num_blocks),
@@ -102,12 +114,20 @@ class ReplayEngine:
         self.num_blocks = pool.num_free
         self.scheduler = self._open_scheduler(pool, info)
         self._aggregator = _Aggregator(info.world_size)
+        self._in_flight: deque[Computed] = deque()
+        self._sampled: dict[str, int] = {}
         self._ids = itertools.count()
 
     def _open_scheduler(self, pool: BlockPool, info: EngineInfo) -> ReplayScheduler:
         size, windows = self.model.block_tokens, self.model.windows
         return ReplayScheduler(
-            self.connector, pool, size, info.step_tokens, windows, info.drops_last
+            self.connector,
+            pool,
+            size,
+            info.step_tokens,
+            windows,
+            info.drops_last,
+            runs_ahead=self._steps_in_flight > 1,
         )
 
     def add(
@@ -138,31 +158,44 @@ class ReplayEngine:
         return request
 
     def step(self) -> bool:
-        """Run one step; False: it had nothing to compute."""
-        step = self.scheduler.plan()
-        self.begin(step)
-        self.end(step)
+        """Run one step, and take in the oldest in flight; False: it had nothing to compute."""
+        computes = False
+        if self.scheduler.busy or not self._in_flight:
+            step = self.scheduler.plan()
+            self.begin(step)
+            self._in_flight.append(self.compute(step))
+            computes = bool(step.work)
+            self.steps += 1
+            if len(self._in_flight) < self._steps_in_flight and self.scheduler.busy:
+                return computes
+        self._take_in()
+        return computes
+
+    def _take_in(self) -> None:
+        """Take in the results of the oldest step in flight."""
+        self.scheduler.update(*self._in_flight.popleft())
         if self.connector is not None:
             self.events += self.connector.take_events()
             self.take_stats()
-        self.steps += 1
-        return bool(step.work)
 
     def begin(self, step: Step) -> None:
         """Begin a step on all ranks."""
         self.scheduler.give_orders(step)
+        for work in step.work:
+            if len(work.tokens) < step.num_scheduled_tokens[work.request_id]:
+                work.tokens.append(self._sampled[work.request_id])
         for worker in self.workers:
             worker.begin(step)
 
-    def end(self, step: Step) -> None:
-        """End a step: its tokens are computed."""
+    def compute(self, step: Step) -> Computed:
+        """End a step on all ranks: its tokens are computed."""
         outputs = [worker.end(step) for worker in self.workers]
-        sampled = {
+        self._sampled = {
             work.request_id: sum(o.sums[work.request_id] for o in outputs) % VOCABULARY
             for work in step.work
             if work.samples
         }
-        self.scheduler.update(step, self._aggregator.aggregate(outputs), sampled)
+        return Computed(step, self._aggregator.aggregate(outputs), self._sampled)
 
     def take_stats(self) -> Mapping[str, Measures]:
         """The chain's measures since the last call, which `stats` sums."""
@@ -176,7 +209,7 @@ class ReplayEngine:
         Raises RuntimeError, naming the requests, when nothing moves any more.
         """
         idle = 0
-        while self.scheduler.busy:
+        while self.scheduler.busy or self._in_flight:
             if self.step():
                 idle = 0
                 continue
@@ -208,6 +241,8 @@ class ReplayEngine:
                 time.sleep(IDLE_SECONDS)
             if time.monotonic() > deadline:
                 raise RuntimeError("transfers do not end")
+        while self._in_flight:
+            self._take_in()
 
     def reset_cache(self) -> bool:
         """Forget all prefixes, here and in the connector, as after a change of weights; False:

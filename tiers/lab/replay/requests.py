@@ -28,7 +28,8 @@ class ReplayRequest:
     """A request; also the `Request` that connectors see.
 
     `local_tokens`: those found in the engine's own cache; `loaded_tokens`: those to be loaded.
-    `is_computing`: a step in flight computes some of its tokens.
+    `is_computing`: a step in flight computes some of its tokens. `unknown`: tokens of the answer
+    that such steps sample, where the next step does not wait for them.
     """
 
     answers_at_once: ClassVar[bool] = False
@@ -49,6 +50,7 @@ class ReplayRequest:
     local_tokens: int = 0
     loaded_tokens: int = 0
     is_computing: bool = False
+    unknown: int = 0
     has_run: bool = False
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
@@ -169,7 +171,8 @@ class CachedRequests:
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of one request that a step computes; `tokens`: see `contents` of the request."""
+    """Tokens of one request that a step computes; `tokens`: see `contents` of the request. Where
+    the step before samples the last one, that is put in when it is known."""
 
     request_id: str
     tokens: list[int]

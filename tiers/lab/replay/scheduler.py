@@ -22,7 +22,8 @@ from tiers.lab.replay.requests import (
 
 class ReplayScheduler:
     """Decides, as vLLM's scheduler does, and calls the connector where that would. Several steps
-    may be in flight, each of other requests.
+    may be in flight: each of other requests, or, with `runs_ahead`, also a step that computes the
+    token which the one before samples, as with vLLM's asynchronous scheduling.
 
     Counts `preemptions`, and as `external_hits` the tokens that requests not preempted were to
     load. `whole_prompts`: a request takes all blocks of its prompt when it begins to load or run,
@@ -39,9 +40,11 @@ class ReplayScheduler:
         windows: Sequence[int | None] = (None,),
         drops_last: bool = False,
         whole_prompts: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         self._drops_last = drops_last
         self._whole_prompts = whole_prompts
+        self._runs_ahead = runs_ahead
         self.connector = connector
         self.pool = pool
         self._tables = BlockTables(pool, block_tokens, windows)
@@ -76,10 +79,12 @@ class ReplayScheduler:
     def plan(self) -> Step:
         """Choose the next step's requests and begin loads."""
         step = Step(moves_states=not self.pool.caches_prefixes)
-        budget = self._batch_tokens
+        budget, preemptions = self._batch_tokens, self.preemptions
         for request in list(self._running):
-            if request in self._running and not request.is_computing:
+            if request in self._running and (self._runs_ahead or not request.is_computing):
                 budget -= self._run(request, step, budget)
+        if self._runs_ahead and self.preemptions > preemptions:
+            budget = 0  # a token of whoever was preempted may still be in flight
         for request in self._waiting:
             self._end_load(request)
         for request in list(self._waiting):
@@ -114,6 +119,7 @@ class ReplayScheduler:
             request = self.requests[work.request_id]
             request.num_computed_tokens += step.num_scheduled_tokens[work.request_id]
             request.is_computing = True
+            request.unknown += self._runs_ahead and work.samples
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
@@ -174,9 +180,11 @@ class ReplayScheduler:
 
     def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
         """Put a request's next tokens into the step; returns their number."""
-        start = request.num_computed_tokens
-        count = up_to_a_block(request, self._windows, min(request.num_tokens - start, budget))
-        if count <= 0:
+        start, known = request.num_computed_tokens, request.num_tokens
+        end = known + request.unknown
+        count = up_to_a_block(request, self._windows, min(end - start, budget))
+        is_last = request.unknown and end == request.num_prompt_tokens + request.max_tokens
+        if count <= 0 or is_last:
             return 0
         if not request.tables:
             request.tables = [[] for _ in self._windows]
@@ -187,7 +195,7 @@ class ReplayScheduler:
             return 0
         added = self._tables.grow(request.tables, fresh, blocks, start)
         tokens = request.contents(start, start + count)
-        samples = start + count == request.num_tokens
+        samples = start + count == end
         tables = request.get_block_ids()
         step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
@@ -220,7 +228,7 @@ class ReplayScheduler:
 
     def _restart(self, request: ReplayRequest) -> None:
         self._free(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.unknown = 0
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -233,10 +241,12 @@ class ReplayScheduler:
         """Take in the tokens that a step has computed and sampled."""
         for work in step.work:
             request = self.requests.get(work.request_id)
-            if request is None or request.status not in (Status.RUNNING, Status.ANSWERING):
+            if request is None or request.status in (Status.LOADING, Status.FINISHED):
                 continue
-            request.is_computing = False
-            self._know_blocks(request)
+            is_preempted = request.status is Status.WAITING
+            if not is_preempted:
+                request.is_computing = False
+                self._know_blocks(request)
             if not work.samples:
                 continue
             if request.answers_at_once:
@@ -244,13 +254,18 @@ class ReplayScheduler:
                 self._answering.append(request)
                 request.status = Status.ANSWERING
                 continue
-            request.tokens.append(sampled[work.request_id])
-            ends = len(request.output) == request.max_tokens
-            # When an engine learns of a token, the step that computes it is in flight.
-            request.hash_blocks(unknown=0 if ends else 1)
-            if ends:
-                self._running.remove(request)
-                self._finish(request)
+            self._answered(request, sampled[work.request_id], is_preempted)
+
+    def _answered(self, request: ReplayRequest, token: int, is_preempted: bool) -> None:
+        """A token of a request's answer is known. `is_preempted`: since that step began."""
+        request.tokens.append(token)
+        request.unknown -= self._runs_ahead and not is_preempted
+        ends = len(request.output) == request.max_tokens
+        # When an engine learns of a token, the step that computes it is in flight.
+        request.hash_blocks(unknown=0 if ends or self._runs_ahead else 1)
+        if ends:
+            (self._waiting if is_preempted else self._running).remove(request)
+            self._finish(request)
 
     def end_transfers(self, output: StepOutput) -> None:
         """Take in the ends of transfers."""
@@ -296,7 +311,8 @@ class ReplayScheduler:
                 request.num_computed_tokens = bad[0] * self._block_tokens
 
     def _know_blocks(self, request: ReplayRequest) -> None:
-        self._tables.know(request.tables, request.block_hashes, request.num_computed_tokens)
+        computed = request.num_computed_tokens - request.unknown
+        self._tables.know(request.tables, request.block_hashes, computed)
 
     def abort(self, request_id: str) -> None:
         """End a request now."""
