@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from tests.support.replay_chains import (
     measured,
     scheduler_of,
 )
+from tests.support.topologies import wait_until
 from tiers.connector.scheduler import warming
+from tiers.disk.disk_store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -168,6 +171,36 @@ def test_it_stops_when_host_memory_is_needed(
     assert 0 < measured(made, "warmed_blocks", "disk") < 40
     for prompt in others:
         assert ask(made, prompt) == {"cpu": WHOLE, "disk": 0}
+
+
+@pytest.mark.fault
+def test_an_engine_that_idles_makes_no_step_for_a_store_that_hangs(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(engine, tmp_path)
+    goes_on = threading.Event()
+    get = DiskStore.get
+
+    def hung(store: DiskStore, blocks: Any) -> list[bool]:
+        goes_on.wait(60)
+        return get(store, blocks)
+
+    monkeypatch.setattr(DiskStore, "get", hung)
+    made = engine(chain_of(cpu(400), disk(tmp_path), warm={"seconds": "1s"}), prefix_caching=False)
+
+    def is_idle() -> bool:
+        made.step()
+        return not made.scheduler.busy
+
+    try:
+        wait_until(is_idle)
+        assert scheduler_of(made, 1).jobs_in_flight, "the store has not answered"
+    finally:
+        goes_on.set()
+    wait_until(lambda: not made.step() and not scheduler_of(made, 1).jobs_in_flight)
+    held = scheduler_of(made).blocks_held
+    assert held == scheduler_of(made).pool.in_use > 0
+    assert ask(made, PROMPTS[-1])["cpu"] == WHOLE
 
 
 def test_an_encrypted_store_has_no_keys_to_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from spec.chain import ChainSpec
@@ -48,6 +49,12 @@ class LiveChain:
         self._observers = observers
         self._opens = opens
         self._opened = {key: tuple(opens_some(chain)) for key, opens_some in opens.items()}
+        self._wanted = dict.fromkeys(opens, chain)
+        """The chains whose observers of each kind are open, or will be."""
+        # Without it observers that open while another chain comes would stay. Held for moments.
+        self._exchanging = threading.Lock()
+        # Held by threads that close or open: two recorders would write one file.
+        self._reopening = threading.Lock()
         for some in self._opened.values():
             observers += some
 
@@ -88,17 +95,24 @@ class LiveChain:
             self._reopen("ghosts", after)
 
     def _reopen(self, key: str, chain: ChainSpec) -> None:
-        old = self._opened[key]
-        for observer in old:
-            self._observers.remove(observer)
-        self._opened[key] = ()
+        with self._exchanging:
+            old, self._opened[key], self._wanted[key] = self._opened[key], (), chain
+            for observer in old:
+                self._observers.remove(observer)
 
         def reopen() -> None:
-            # In this order: two recorders of one process would write the same file.
-            for observer in old:
-                observer.close()
-            if chain is self.chain:
-                opened = self._opened[key] = tuple(self._opens[key](chain))
-                self._observers += opened
+            with self._reopening:
+                for observer in old:
+                    observer.close()
+                if self._wanted[key] is not chain:
+                    return
+                opened = tuple(self._opens[key](chain))
+                with self._exchanging:
+                    if self._wanted[key] is chain:
+                        self._opened[key] = opened
+                        self._observers += opened
+                        return
+                for observer in opened:
+                    observer.close()
 
         in_background(reopen, "reopen")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer, free_port
 from tests.support.topologies import wait_until
+from tiers.connector.multi import changes
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.contract.changes import ChangeReport
+from tiers.contract.messages import WorkerHandshake
 from tiers.contract.stats import STATES
 from tiers.lab.replay import ReplayEngine, answer
 
@@ -208,6 +213,49 @@ def test_tiers_whose_blocks_routers_know_do_not_leave(tmp_path: Path) -> None:
         assert not change(engine, chain_of(b, a)).why
 
 
+def test_memory_of_a_change_that_was_refused_is_not_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changes, "PREPARE_SECONDS", 0.2)
+    hangs, goes_on = threading.Event(), threading.Event()
+    check = HostSlots._check_room
+
+    def hang_once(host: HostSlots, slots: int, pin: bool, there: int = 0) -> None:
+        if there and not hangs.is_set():
+            hangs.set()
+            goes_on.wait(60)
+        check(host, slots, pin, there)
+
+    monkeypatch.setattr(HostSlots, "_check_room", hang_once)
+    with running(chain_of(cpu(8)), ranks=1) as engine:
+        served(engine, PROMPT)
+        assert "have not opened it" in change(engine, chain_of(cpu(64))).why
+        monkeypatch.setattr(changes, "PREPARE_SECONDS", 60.0)
+        pending = ask_for(engine, chain_of(cpu(128)))
+        engine.step()
+        time.sleep(0.2)  # it asks for its memory, if it can
+        goes_on.set()
+        finish(engine, pending)
+        assert not pending.why
+        served(engine, PROMPT)  # behind it nothing is taken or given back any more
+        host: Any = engine.workers[0].connector.children[0]._host  # type: ignore[union-attr]
+        host._mover.submit(int).result()
+        assert len(host.memory.rows) == scheduler_of(engine).pool.num_slots == 128 + 64
+
+
+def test_what_a_rank_opened_too_late_is_not_the_next_changes(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a)) as engine:
+        pending = ask_for(engine, chain_of(b, a, load_policy="first"))
+        engine.step()
+        changes_of(engine).heard(
+            ChangeReport({0: {0: ""}}, {1: [WorkerHandshake(0, b"opened before", 1)]})
+        )
+        finish(engine, pending)
+        served(engine, PROMPT)
+        assert served(engine, PROMPT) == {"disk": WHOLE}
+
+
 def test_an_engine_that_ends_while_ranks_prepare(tmp_path: Path) -> None:
     with running(chain_of(cpu(8))) as engine:
         pending = ask_for(engine, chain_of(cpu(8), disk(tmp_path)))
@@ -243,6 +291,37 @@ def test_ghosts_and_records_follow(tmp_path: Path) -> None:
             thread.join()
         assert not engine.connector._observers
         assert list((tmp_path / "trace").glob("*"))
+
+
+def test_a_recorder_opens_though_another_change_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, opened = threading.Event(), threading.Event()
+    with running(chain_of(cpu(8))) as engine:
+        live: Any = changes_of(engine)._rebuilder
+        opens = live._opens["record"]
+
+        def slowly(chain: ChainSpec) -> Any:
+            opened.set()
+            goes_on.wait(60)
+            return opens(chain)
+
+        live._opens = {**live._opens, "record": slowly}
+        kept = {"record": {"path": str(tmp_path / "kept")}}
+        first = {"record": {"path": str(tmp_path / "first")}}
+        assert not change(engine, chain_of(cpu(8), **first)).why
+        assert opened.wait(60)
+        assert not change(engine, chain_of(cpu(8), **kept)).why
+        assert not change(engine, chain_of(cpu(8, store_threshold=2), **kept)).why
+        goes_on.set()
+        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
+            thread.join()
+        assert engine.connector is not None
+        (recorder,) = engine.connector._observers
+        assert live._opened["record"] == (recorder,)
+        served(engine, PROMPT)
+    assert list((tmp_path / "kept").glob("*.jsonl*"))
+    assert not list((tmp_path / "first").glob("*.jsonl*"))
 
 
 def chains(path: Path) -> list[ChainSpec]:

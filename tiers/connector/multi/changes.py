@@ -272,8 +272,9 @@ class Changes:
         return tuple(orders)
 
     def heard(self, report: ChangeReport) -> None:
-        """Take in what ranks have done."""
-        self._reports.fold(report)
+        """Take in what ranks have done; what they opened for an aborted change is closed."""
+        if self._number in report.prepared:
+            self._reports.fold(report)
         for place, ranks in report.detached.items():
             if place in self._leaving:
                 self._leaving[place].left |= ranks

@@ -11,7 +11,7 @@ import torch
 
 from spec.errors import describe_error
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import in_background
+from tiers.concurrency.executors import in_background, io_executor
 from tiers.contract.changes import ChangeOrder, ChangeReport
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import TransferResults
@@ -82,6 +82,8 @@ class WorkerChanges:
         self._prepared: _Prepared | None = None
         self._is_reported = False
         self._detaching: dict[int, Future[None]] = {}
+        # One thread: what a change was refused for is given back before the next one takes any.
+        self._resizer = io_executor(1, "resize")
 
     def follow(self, orders: Sequence[ChangeOrder]) -> None:
         """Do what a step orders, before anything else in it; it may be called twice for a step."""
@@ -116,7 +118,7 @@ class WorkerChanges:
             return next((why for why in reasons if why), "")
 
         if resized:
-            prepared.resize = in_background(prepare_all, "resize")
+            prepared.resize = self._resizer.submit(prepare_all)
 
     def _commit(self, order: ChangeOrder) -> None:
         prepared, self._prepared = self._prepared, None
@@ -143,8 +145,7 @@ class WorkerChanges:
             for child in resized:
                 child.abort_resize()
 
-        # Behind what is being prepared, which may take its time.
-        prepared.resize.add_done_callback(lambda _: abort_all())
+        self._resizer.submit(abort_all)  # behind what is being prepared, which may take its time
 
     def _detach(self, place: int) -> None:
         child = self._half.children[place]
@@ -185,6 +186,7 @@ class WorkerChanges:
     def close(self) -> None:
         """The engine ends: close what was prepared."""
         self._abort()
+        self._resizer.shutdown(wait=False)
 
 
 def _result(future: Future[str]) -> str | None:

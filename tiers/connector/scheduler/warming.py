@@ -55,8 +55,9 @@ class Warming:
 
     @property
     def waits(self) -> bool:
-        """Whether it needs steps, which an engine without requests makes for that."""
-        return bool(self._in_flight) or not self._is_over
+        """Whether it needs steps, which an engine without requests makes for that. Not for what a
+        store that hangs has not loaded: its slots come back with any later step."""
+        return not self._is_over
 
     def orders(self, is_idle: bool, is_loading: bool) -> list[LoadJob]:
         """What the workers load with this step. `is_idle`: the step computes nothing;
