@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tiers.block import Header
 
+MAX_NOTE_BYTES = 8192
+"""Bytes of a namespace's note."""
+
 
 class StoredRecord(NamedTuple):
     """A record as its tier lists it.
@@ -112,10 +115,12 @@ class NamespaceNote:
 
 def read_note(text: bytes) -> NamespaceNote | None:
     """The note that a tier keeps; None: it is of another version, or damaged."""
+    if len(text) > MAX_NOTE_BYTES or not text.isascii():
+        return None
     try:
         found = json.loads(text)
         values = {field.name: found[field.name] for field in fields(NamespaceNote)}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     for field in fields(NamespaceNote):
         kind = {"str": str, "int": int, "bool": bool, "float": int | float}[str(field.type)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import xxhash
+import zstandard
 
 from spec.offloading import StoreContext
 from tests.cli.conftest import Ran
@@ -18,9 +21,12 @@ from tests.disk import audit as disk
 from tests.support.redis_verbs import get as get_from_redis
 from tests.support.redis_verbs import opened as opened_redis
 from tests.support.servers import RedisServer
+from tiers import block
 from tiers.block import Header
+from tiers.data import archive
 from tiers.disk.records import DiskRecords
 from tiers.disk.spec import DiskSpec
+from tiers.records import NamespaceNote
 from tiers.testing import Memory, make_key
 from tiers.wrappers.opening import open_guarded
 
@@ -215,6 +221,93 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
     memory = Memory([key], PAYLOAD)
     assert store.get(memory.blocks) == [True] and memory.holds(0)
     store.close()
+
+
+def lying(head: bytes, *records: tuple[bytes, bytes, bool]) -> bytes:
+    """A whole archive of this head, and of headers, stored bytes and whether those are packed;
+    every checksum in it is right."""
+    front = archive._MAGIC + archive._LENGTH.pack(archive.FORMAT_VERSION, len(head)) + head
+    parts = [front, archive._CHECKSUM.pack(xxhash.xxh3_64_intdigest(front))]
+    for header, data, packed in records:
+        sum_ = archive._frame_sum(packed, len(data), header)
+        parts += [archive._FRAME.pack(archive._RECORD, packed, len(data), sum_), header, data]
+    digest = xxhash.xxh3_64(b"".join(header for header, _, _ in records)).intdigest()
+    return b"".join([*parts, archive._FRAME.pack(archive._END, 0, len(records), digest)])
+
+
+HEAD = b'{"keys": [], "notes": {}}'
+SPACE = "6e" * 16
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[1]",
+        b"{}}",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"keys": 5, "notes": {}}',
+        b'{"keys": [], "notes": {"../../x": "y"}}',
+        b'{"keys": [], "notes": {"' + b"ab" * 400 + b'": "y"}}',
+        b'{"keys": [], "notes": {"' + SPACE.encode() + b'": 5}}',
+        b'{"keys": [], "notes": {"' + SPACE.encode() + b'": "' + b"y" * 9000 + b'"}}',
+    ],
+)
+def test_a_head_that_lies_is_named(
+    tmp_path: Path, kvtiers: Callable[..., Ran], head: bytes
+) -> None:
+    (tmp_path / "lies.kvt").write_bytes(lying(head))
+    ran = kvtiers("import", chain_of(tmp_path / "kv"), tmp_path / "lies.kvt")
+    assert ran.status == 1 and ran.err.endswith("the head of this archive is none of kvtiers\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "payload", "stored", "packed"),
+    [
+        (b"short", 4096, 4096, False),
+        (b"k" * 32, 1 << 40, 4096, False),
+        (b"k" * 32, 4096, 1 << 62, True),
+        (b"k" * 32, 4096, 2048, False),
+        (b"k" * 32, 2048, 4096, False),
+    ],
+)
+def test_a_record_that_lies_is_left_out(
+    tmp_path: Path, kvtiers: Callable[..., Ran], key: bytes, payload: int, stored: int, packed: bool
+) -> None:
+    chain, data = chain_of(tmp_path / "kv"), bytes(min(stored, 4096))
+    liar = block._pack(b"n" * 16 + key, 0, payload, stored, block.digest(data))
+    if key == b"short":
+        liar = block._pack(b"n" * 16, 0, payload, stored, block.digest(data))
+    data = zstandard.ZstdCompressor().compress(data) if packed else data
+    (tmp_path / "lies.kvt").write_bytes(lying(HEAD, (liar, data, packed)))
+    ran = kvtiers("import", chain, tmp_path / "lies.kvt")
+    assert ran.status == 1 and "0 blocks" in ran.out, ran.err
+    assert "1 damaged and left out" in ran.out or "is damaged at byte" in ran.err
+
+
+def test_a_note_of_an_archive_replaces_none_and_moves_no_cursor(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    evil = NamespaceNote("\x1b[31mm\n", "e", "l", 1, 1, 0, 1, False, False, 0.0).encode().decode()
+    head = json.dumps({"keys": [], "notes": {SPACE: evil, "ab" * 16: "no note"}}).encode()
+    (tmp_path / "lies.kvt").write_bytes(lying(head))
+    chain, key = chain_of(tmp_path / "kv"), b"n" * 16 + b"k" * 32
+    with disk.opened(tmp_path / "kv") as store:
+        disk.put(store, [key])
+    assert kvtiers("import", chain, tmp_path / "lies.kvt").status == 0
+    shown = kvtiers("inspect", chain).out
+    assert "\x1b" not in shown and r"\x1b[31mm\n, vLLM e" in shown
+    assert list(DiskRecords(tmp_path / "kv").notes()) == [b"n" * 16]
+    other = evil.replace("vLLM", "x").replace('"e"', '"f"')
+    (tmp_path / "again.kvt").write_bytes(lying(json.dumps({"notes": {SPACE: other}}).encode()))
+    assert kvtiers("import", chain, tmp_path / "again.kvt").status == 0
+    assert kvtiers("inspect", chain).out.count("vLLM e") == 1
+
+
+def test_an_archive_is_a_file(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+    for command in ("export", "import"):
+        ran = kvtiers(command, chain_of(tmp_path / "kv"), "-")
+        assert ran.status == 2 and "an archive is a file" in ran.err
 
 
 def test_files_of_others_stay(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:

@@ -140,10 +140,28 @@ def test_a_folder_that_an_engine_would_empty_is_refused_and_stays(
     assert disk.slab_path(folder).read_bytes() == before
 
 
+def test_a_tier_that_can_not_be_read_keeps_no_other_from_its_turn(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    with disk.opened(tmp_path / "kv") as store:
+        disk.put(store, disk.keys(0))
+    chain = tmp_path / "two.yaml"
+    chain.write_text(
+        "version: 1\ntiers:\n"
+        f"  - {{type: disk, name: new, path: {tmp_path}/none, capacity: 1MiB}}\n"
+        f"  - {{type: disk, name: old, path: {tmp_path}/kv, capacity: 1MiB}}\n"
+    )
+    for command in ("inspect", "verify", "gc"):
+        ran = kvtiers(command, chain)
+        assert ran.status == 1 and "new: " in ran.err and "nothing is stored" in ran.err
+        assert "old: " in ran.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tier", "cpu"], "--tier cpu: no such tier; use disk"),
+        (["--tier", "cpu"], "--tier cpu: its type can't list what it holds; use disk"),
+        (["--tier", "dsik"], "--tier dsik: no such tier; use disk"),
         (["--rate", "200"], "--rate 200: write a size per s, m, h or day"),
     ],
 )

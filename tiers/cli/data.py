@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from tiers.cli.arguments import ChainFile, bars, refused
+from spec.errors import describe_error, one_line, one_of
+from tiers.cli.arguments import DASH, ChainFile, bars, refused
+from tiers.errors import KVTiersError
 
 if TYPE_CHECKING:
     from spec.offloading import StoreSpec
@@ -48,16 +50,13 @@ def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -
     """
     from tiers.data.inspection import inspect_tier
 
-    shown: dict[str, Any] = {}
-    for spec in _tiers(file, tier):
-        with _records(spec) as records:
-            found = inspect_tier(records, spec.encryption is not None)
-        shown[spec.tier_name] = _inspection_json(found)
-        if not as_json:
-            for line in _inspection_lines(spec.tier_name, found):
-                typer.echo(line)
-    if as_json:
-        typer.echo(json.dumps(shown, indent=1))
+    def inspected(spec: StoreSpec, records: StoredRecords) -> _Result:
+        found = inspect_tier(records, spec.encryption is not None)
+        rows = [_group_json(group) for group in found.groups]
+        lines = _inspection_lines(spec.tier_name, found)
+        return _Result({"groups": rows, "others": found.others}, [*lines])
+
+    _each(file, tier, as_json, inspected)
 
 
 def verify(
@@ -94,8 +93,18 @@ def scrub(
     _verify(file, tier, rate, as_json, drops=True)
 
 
+def _is_file(archive: Path) -> Path:
+    """Refuse the dash: an archive that was cut off is continued, and so is a file."""
+    if archive == DASH:
+        raise refused("-: an archive is a file, in which a command goes on; write its path")
+    return archive
+
+
 ArchiveFile = Annotated[
-    Path, typer.Argument(metavar="ARCHIVE", help="The archive's file.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="ARCHIVE", help="The archive's file.", show_default=False, callback=_is_file
+    ),
 ]
 
 
@@ -136,15 +145,14 @@ def import_(file: ChainFile, archive: ArchiveFile, tier: TierOption = None) -> N
     kvtiers import chain.yaml warm.kvt --tier disk
     """
     from tiers.data.archive import ArchiveReader
-    from tiers.data.transfer import import_archive
+    from tiers.data.transfer import import_archive, import_notes
 
     spec = _tier(file, tier)
     with ArchiveReader(archive) as reader, _bar(f"{spec.tier_name} is filled") as progress:
         _require_keys(archive, reader.head.keys, spec)
         report = import_archive(reader, spec, progress)
         with _records(spec) as records:
-            for space, text in reader.head.notes.items():
-                records.note(bytes.fromhex(space), text.encode())
+            import_notes(reader, records)
     typer.echo(_transfer_line(spec.tier_name, report))
     if not report.is_whole:
         typer.echo(
@@ -188,22 +196,18 @@ def gc(
     from tiers.data.inspection import inspect_tier
 
     age, spaces = _age_of(unused), [_space(text) for text in namespace or ()]
-    shown: dict[str, Any] = {}
-    for spec in _tiers(file, tier):
-        with _records(spec) as records:
-            found = inspect_tier(records, spec.encryption is not None)
-            garbage = find_garbage(found, age, spaces)
-            dropped = (0, 0)
-            if delete and garbage:
-                with _bar(f"{spec.tier_name} is cleaned") as progress:
-                    dropped = remove_garbage(records, garbage, progress)
+
+    def cleaned(spec: StoreSpec, records: StoredRecords) -> _Result:
+        garbage = find_garbage(inspect_tier(records, spec.encryption is not None), age, spaces)
+        dropped = (0, 0)
+        if delete and garbage:
+            with _bar(f"{spec.tier_name} is cleaned") as progress:
+                dropped = remove_garbage(records, garbage, progress)
         rows = [{**_group_json(one.group), "why": one.why} for one in garbage]
-        shown[spec.tier_name] = {"garbage": rows, "dropped": dropped[0], "bytes": dropped[1]}
-        if not as_json:
-            for line in _garbage_lines(spec.tier_name, garbage, dropped[0], delete):
-                typer.echo(line)
-    if as_json:
-        typer.echo(json.dumps(shown, indent=1))
+        shown = {"garbage": rows, "dropped": dropped[0], "bytes": dropped[1]}
+        return _Result(shown, [*_garbage_lines(spec.tier_name, garbage, dropped[0], delete)])
+
+    _each(file, tier, as_json, cleaned)
 
 
 def _age_of(unused: str | None) -> float | None:
@@ -244,8 +248,6 @@ def _garbage_lines(
 def _tier(file: Path, name: str | None) -> StoreSpec:
     tiers = _tiers(file, name)
     if len(tiers) > 1:
-        from spec.errors import one_of
-
         names = one_of([tier.tier_name for tier in tiers])
         raise refused(f"{file}: say which tier, by --tier: {names}")
     return tiers[0]
@@ -285,23 +287,52 @@ def _verify(file: Path, tier: str | None, rate: str | None, as_json: bool, drops
     from tiers.data.verification import verify_tier
 
     wanted = _parsed(rate)
-    shown: dict[str, Any] = {}
-    left = 0
-    for spec in _tiers(file, tier):
-        with _records(spec) as records:
-            limit = _limit(wanted, records)
-            began = time.monotonic()
-            with _bar(f"{spec.tier_name} is read") as progress:
-                report = verify_tier(records, limit, drops=drops, progress=progress)
+
+    def verified(spec: StoreSpec, records: StoredRecords) -> _Result:
+        limit, began = _limit(wanted, records), time.monotonic()
+        with _bar(f"{spec.tier_name} is read") as progress:
+            report = verify_tier(records, limit, drops=drops, progress=progress)
         seconds = time.monotonic() - began
-        left += report.damaged - report.dropped
-        shown[spec.tier_name] = {**vars(report), "seconds": round(seconds, 3)}
-        if not as_json:
-            for line in _verification_lines(spec.tier_name, report, seconds):
-                typer.echo(line)
+        lines = _verification_lines(spec.tier_name, report, seconds)
+        shown = {**vars(report), "seconds": round(seconds, 3)}
+        return _Result(shown, [*lines], report.damaged > report.dropped)
+
+    _each(file, tier, as_json, verified)
+
+
+class _Result(NamedTuple):
+    """What came of one tier: as JSON takes it, and as lines; whether it is a finding."""
+
+    shown: dict[str, Any]
+    lines: list[str]
+    is_finding: bool = False
+
+
+def _each(
+    file: Path,
+    tier: str | None,
+    as_json: bool,
+    work: Callable[[StoreSpec, StoredRecords], _Result],
+) -> None:
+    """Do `work` on each tier and print what came of it. Ends with 1 for a finding, and for a tier
+    that can't be read, which is named; the others have their turn."""
+    shown: dict[str, Any] = {}
+    ends = 0
+    for spec in _tiers(file, tier):
+        try:
+            with _records(spec) as records:
+                result = work(spec, records)
+        except (KVTiersError, OSError) as error:
+            typer.echo(f"{spec.tier_name}: {describe_error(error)}", err=True)
+            ends = 1
+            continue
+        ends |= result.is_finding
+        shown[spec.tier_name] = result.shown
+        for line in () if as_json else result.lines:
+            typer.echo(line)
     if as_json:
         typer.echo(json.dumps(shown, indent=1))
-    if left:
+    if ends:
         raise typer.Exit(1)
 
 
@@ -324,11 +355,11 @@ def _limit(wanted: float | str | None, records: StoredRecords) -> float | None:
 
 def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
     """The tiers to work on: the one of that name, or all that can list what they hold."""
-    from spec.errors import one_of
     from spec.load import load_chain
     from spec.offloading import StoreSpec
 
-    stores = [tier for tier in load_chain(file).tiers if isinstance(tier, StoreSpec)]
+    tiers = load_chain(file).tiers
+    stores = [tier for tier in tiers if isinstance(tier, StoreSpec)]
     listing = [tier for tier in stores if type(tier).records is not StoreSpec.records]
     if name is None and listing:
         return listing
@@ -338,7 +369,7 @@ def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
     names = [tier.tier_name for tier in listing]
     if not names:
         raise refused(f"{file}: none of its tiers can list what it holds, as disk and redis can")
-    if any(tier.tier_name == name for tier in stores):
+    if any(tier.tier_name == name for tier in tiers):
         raise refused(f"--tier {name}: its type can't list what it holds; use {one_of(names)}")
     raise refused(f"--tier {name}: no such tier; use {one_of(names)}")
 
@@ -400,10 +431,6 @@ def _group_json(group: Group) -> dict[str, Any]:
     }
 
 
-def _inspection_json(found: Inspection) -> dict[str, Any]:
-    return {"groups": [_group_json(group) for group in found.groups], "others": found.others}
-
-
 def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
     from spec.fields import format_size
 
@@ -418,7 +445,7 @@ def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
             salted = ", salted" if note.salted else ""
             rank = f", rank {note.rank} of {note.ranks}" if note.ranks > 1 else ""
             layout = f"{note.block_tokens} tokens a block, layout {note.layout[:8]}"
-            whose = f"{note.model}, vLLM {note.engine}, {layout}{rank}{salted}, {whose}"
+            whose = one_line(f"{note.model}, vLLM {note.engine}, {layout}{rank}{salted}, {whose}")
         yield f"  {whose}"
         size = f"{group.blocks:,} blocks of {group.payload_bytes:,} B, {format_size(group.bytes)}"
         yield f"    {size}{_ages(group)}"

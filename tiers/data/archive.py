@@ -12,23 +12,33 @@ frames.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import xxhash
 import zstandard
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tiers.block import HEADER_BYTES, Header, digest, parse_header, verify
+from tiers.block import (
+    HEADER_BYTES,
+    MAX_KEY_BYTES,
+    NAMESPACE_BYTES,
+    Header,
+    digest,
+    parse_header,
+    verify,
+)
 from tiers.concurrency.file_locks import release, try_lock
 from tiers.errors import KVTiersError, RecordError
+from tiers.records import MAX_NOTE_BYTES
 
 FORMAT_VERSION = 1
 MAX_HEAD_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Of a block: whoever wrote an archive does not choose how much memory reading it takes."""
 SYNC_BYTES = 256 << 20
 """The writer waits for the device after so many bytes; what is older than twice that is whole after
 a power cut, too, and is not read again when an export goes on."""
@@ -46,16 +56,20 @@ class ArchiveError(KVTiersError):
     """A file is no archive, or can't be used as this one; says what would do."""
 
 
-@dataclass(frozen=True)
-class ArchiveHead:
+class ArchiveHead(BaseModel):
     """What an archive says of all its records. `keys`: marks of the keys that they are encrypted
     with (`tiers/wrappers/encryption.py`); none: they are not. `notes`: of namespaces, by hex."""
 
-    keys: Sequence[str] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: tuple[str, ...] = ()
+    notes: Mapping[
+        Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * NAMESPACE_BYTES}}}$")],
+        Annotated[str, Field(max_length=MAX_NOTE_BYTES)],
+    ] = Field(default_factory=dict)
 
     def encode(self) -> bytes:
-        text = json.dumps({"keys": list(self.keys), "notes": dict(self.notes)}).encode()
+        text = self.model_dump_json().encode()
         head = _MAGIC + _LENGTH.pack(FORMAT_VERSION, len(text)) + text
         return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
 
@@ -103,8 +117,10 @@ class ArchiveReader:
         if len(text) != length or sum_ != _CHECKSUM.pack(xxhash.xxh3_64_intdigest(front + text)):
             raise ArchiveError(f"{self._path}: the head of this archive is damaged")
         self.end = len(front) + len(rest)
-        found: Any = json.loads(text)
-        return ArchiveHead(tuple(found["keys"]), dict(found["notes"]))
+        try:
+            return ArchiveHead.model_validate_json(text)
+        except ValidationError as error:
+            raise ArchiveError(f"{self._path}: the head of this archive is none of kvtiers") from error
 
     def frames(self) -> Iterator[Frame]:
         """The frames in order, up to the end, or to the first that is damaged or cut."""
@@ -126,7 +142,7 @@ class ArchiveReader:
                 header = parse_header(header_bytes)
             except RecordError:
                 return
-            if not header.payload_bytes:
+            if not _is_sound(header):
                 return
             yield Frame(header, packing == _ZSTD, offset, size)
             self._headers.update(header_bytes)
@@ -144,6 +160,8 @@ class ArchiveReader:
             except (zstandard.ZstdError, ValueError) as error:
                 raise RecordError(f"packed bytes that do not unpack: {error}") from error
         verify(frame.header, data)
+        if not frame.header.codec and len(data) != frame.header.payload_bytes:
+            raise RecordError("plain bytes of another length than the block's")
         return data
 
     def _pread(self, size: int, offset: int) -> bytes:
@@ -166,6 +184,13 @@ class ArchiveReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_sound(header: Header) -> bool:
+    """Whether a tier could have a record of this header."""
+    sizes = header.payload_bytes, header.stored_bytes
+    has_key = NAMESPACE_BYTES < len(header.key) <= MAX_KEY_BYTES
+    return has_key and min(sizes) > 0 and max(sizes) <= MAX_PAYLOAD_BYTES
 
 
 def _frame_sum(packing: int, size: int, header: bytes) -> int:

@@ -14,7 +14,7 @@ from tiers.data.archive import ArchiveHead, ArchiveReader, ArchiveWriter, Frame,
 from tiers.data.verification import BATCH_BYTES, BATCH_SECONDS, Progress, silent
 from tiers.errors import RecordError
 from tiers.host.scratch import Scratch
-from tiers.records import Finding, StoredRecord, StoredRecords, in_batches
+from tiers.records import Finding, StoredRecord, StoredRecords, in_batches, read_note
 from tiers.store import GatheredBlock, TierStore, batch_blocks, each
 from tiers.wrappers.opening import open_stored
 
@@ -54,8 +54,10 @@ def export_tier(
     bytes of memory a block. `keys`: marks of the tier's encryption keys."""
     report, limit = Transfer(), RateLimit(rate)
     most = BATCH_BYTES if rate is None else max(1, int(rate * BATCH_SECONDS))
-    notes = {space.hex(): text.decode(errors="replace") for space, text in records.notes().items()}
-    with ArchiveWriter(path, ArchiveHead(keys, notes)) as archive:
+    notes = {
+        space.hex(): text.decode() for space, text in records.notes().items() if read_note(text)
+    }
+    with ArchiveWriter(path, ArchiveHead(keys=tuple(keys), notes=notes)) as archive:
         every = [r for piece in records.listed() for r in piece if r.payload_bytes]
         plan = [record for record in every if record.digest not in archive.held]
         report.held = len(every) - len(plan)
@@ -111,6 +113,15 @@ def import_archive(
             store.close()
     report.is_whole = archive.is_whole
     return report
+
+
+def import_notes(archive: ArchiveReader, records: StoredRecords) -> None:
+    """Keep the archive's notes of namespaces that have none in the tier: what its engines note is
+    later."""
+    held = records.notes()
+    for space, text in archive.head.notes.items():
+        if bytes.fromhex(space) not in held and read_note(text.encode()) is not None:
+            records.note(bytes.fromhex(space), text.encode())
 
 
 def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
