@@ -29,9 +29,9 @@ START = {
 """Keys of a chain that only a start takes, and why."""
 IN_PLACE = frozenset(
     {"store_threshold", "paused", "max_inflight", "write_budget"}
-    | {"deadline", "store_rate", "load_rate"}
+    | {"deadline", "store_rate", "load_rate", "maxmemory"}
 )
-"""Keys of any tier that it takes while it works."""
+"""Keys of any tier that it takes while it works, or that change nothing in an engine."""
 SHOWN = (str, int, float, bool)
 
 
@@ -44,7 +44,9 @@ class KeyChange(NamedTuple):
     after: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.before} -> {self.after}" if self.after else f"{self.key} differs"
+        return (
+            f"{self.key}: {self.before} -> {self.after}" if self.after else f"{self.key}: changed"
+        )
 
 
 class TierChange(NamedTuple):

@@ -81,8 +81,10 @@ def test_a_change_is_watched(kvtiers: Run, engine: Engine, tmp_path: Path) -> No
     )
     bad = kvtiers("apply", written(tmp_path, b, a), "--watch", "soon", *folder)
     assert bad.status == 2 and "--watch: found 'soon'" in bad.err
-    long = kvtiers("apply", written(tmp_path, b, a), "--watch", "30d", *folder)
-    assert long.status == 1 and "watch" in long.err
+    long = kvtiers("apply", written(tmp_path, b, a), "--watch", "2h", *folder)
+    assert long.status == 2 and "--watch: found '2h'; an hour at most" in long.err
+    same = kvtiers("apply", written(tmp_path, b, a), "--watch", "1h", *folder)
+    assert same.status == 0 and "watched" not in same.out, "there is nothing to wait for"
 
 
 def test_what_is_refused_and_what_is_bad(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:

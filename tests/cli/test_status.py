@@ -64,6 +64,13 @@ def test_the_text_has_what_an_operator_looks_for() -> None:
     ]
 
 
+def test_a_tier_that_is_paused_is_not_shown_as_open() -> None:
+    paused = TIER.model_copy(update={"state": "open", "why": "", "paused": "both"})
+    status = STATUS.model_copy(update={"tiers": [paused]})
+    row, note = [*lines("chat-7", status)][2:4]
+    assert row.split()[:2] == ["disk", "paused"] and note == "  disk: paused: both"
+
+
 def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
     found = [
         ("cpu", 0.4, 0.01),

@@ -302,7 +302,11 @@ def test_a_tier_is_paused_by_a_key_that_is_pressed_twice(engine: Engine, tmp_pat
         await shows(pilot, "press the key again within 5 s: tier disk neither loads nor stores")
         assert changes_of(running).version == 1, "once is a slip"
         await pilot.press("p")
-        await shows(pilot, "tier disk is paused: both", "paused: both")
+        lines = await shows(pilot, "tier disk is paused: both", "disk paused", "see below")
+        assert "p pause" in lines[-1]
+        await pilot.press("r")
+        assert "p pause" not in (await shows(pilot, "requests or tiers", "explain"))[-1]
+        await pilot.press("r")
         await pilot.press("p")
         await shows(pilot, "tier disk goes on")
         await pilot.press("p")

@@ -60,6 +60,17 @@ def test_one_that_serves() -> None:
     assert told["external_hits"] == {"engine": 40, "tiers": {"tier-1": 40}}
 
 
+def test_one_that_has_not_answered_in_time() -> None:
+    engine = Engine(BlockTier(""), BlockTier(None))
+    engine.chain.computed(1_000_000_000, 0.001)  # so fast that nothing is waited for twice
+    engine.known.arrived(engine.request)
+    assert engine.chain.get_num_new_matched_tokens(engine.request, 0) == (None, False)
+    engine.begin()
+    engine.run(0)
+    told = engine.told()
+    assert [tier_of(told, f"tier-{place}")["why"] for place in (0, 1)] == ["miss", "late"]
+
+
 def test_one_that_serves_less_than_it_said() -> None:
     engine = Engine(BlockTier(""), Tier(tokens=40))
     engine.begin()

@@ -41,6 +41,11 @@ def test_what_a_tier_takes_only_when_it_opens() -> None:
     assert found.of_kind("reopened") == ("disk",) and not found.refused
 
 
+def test_what_changes_nothing_in_an_engine_closes_no_tier() -> None:
+    found = diff(chain(REDIS), chain({**REDIS, "maxmemory": "1GiB"}))
+    assert found.of_kind("changed") == ("redis",) and not found.refused
+
+
 @pytest.mark.parametrize(
     ("tiers", "settings", "words"),
     [
@@ -71,4 +76,4 @@ def test_no_secret_is_shown() -> None:
     text = "\n".join(diff(old, new).lines()) + str(diff(old, new).as_json())
     for secret in ("pepper", "sesame", "alice-salt"):
         assert secret not in text
-    assert "salt differs" in text and "tenants differs" in text
+    assert "salt: changed" in text and "tenants: changed" in text

@@ -51,7 +51,8 @@ def apply(
 
     Prints what becomes of each tier: kept, changed, resized, reopened, added, drained. Requests in
     flight keep their plan. The engine goes on to watch a change with --watch when this command is
-    interrupted. Status 1: it was refused, and nothing has changed, or it was taken back.
+    interrupted. --dry-run asks no rank for memory, so a rank may still refuse. Status 1: it was
+    refused, and nothing has changed, or it was taken back.
 
     \b
     kvtiers apply chain.yaml --dry-run
@@ -78,17 +79,21 @@ def apply(
         _print_outcome(name, answer)
     if answer["why"] or answer["diff"]["refused"]:
         raise typer.Exit(1)
-    if watch is not None and "change" in answer:
+    if watch is not None and "verdict" in answer:
         _watch(answer["change"], name, folder, as_json)
 
 
 def _seconds(watch: str) -> float:
     from spec.fields import parse_duration
+    from tiers.control.change_verbs import MAX_WATCH
 
     try:
-        return parse_duration(watch)
+        seconds = parse_duration(watch)
     except ValueError as error:
         raise refused(f"--watch: found {watch!r}; {error}") from None
+    if seconds > MAX_WATCH:
+        raise refused(f"--watch: found {watch!r}; an hour at most")
+    return seconds
 
 
 def _watch(number: int, name: str, folder: Path | None, as_json: bool) -> None:

@@ -166,7 +166,10 @@ def _check_chain(present: ChainSpec, asked: Asked | None, file: Path) -> None:
         raise refused(f"{file}: found two tiers of type {twice[0]}: no search knows such chains")
     for tier in present.tiers:
         if size_of(tier) is None:
-            raise refused(f"{file}: tier {tier.tier_name} has no size; write its maxmemory")
+            raise refused(
+                f"{file}: tier {tier.tier_name} has no size: write maxmemory there, as the "
+                "server has it, and apply that first"
+            )
 
 
 def _trace(
@@ -284,7 +287,8 @@ def _budget(file: Path | None, known: Mapping[str, Any], asked: Asked | None) ->
     if missing or "kv_bytes_per_token" not in machine:
         raise refused(
             f"can't tell: the engine has not measured {' and '.join(missing) or 'its blocks'}: "
-            "wait until it has, or write the machine into --budget",
+            "wait until it has, or write the machine into --budget, as `kvtiers bench tiers` "
+            "measures it",
             status=1,
         )
     return Budget.model_validate(known)

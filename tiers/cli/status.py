@@ -82,7 +82,7 @@ def row(tier: TierStatus) -> tuple[str, ...]:
     load = bytes_text(tier.loaded_bytes_per_second)
     return (
         one_line(tier.name),
-        one_line(tier.state),
+        "paused" if tier.paused and tier.state == "open" else one_line(tier.state),
         _fill(tier),
         "-" if tier.token_share_late is None else f"{tier.token_share_late:.1%}",
         load if most is None else f"{load} of {bytes_text(most)}",

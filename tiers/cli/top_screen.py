@@ -176,7 +176,9 @@ class Top(App[None]):
         self.set_interval(REDRAWN, self.draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """A single engine has no keys for others."""
+        """A single engine has no keys for others, and requests have none for tiers."""
+        if action == "pause":
+            return self._views.current == "tiers"
         return action != "engine" or len(self._engines()) > 1
 
     # -- keys --------------------------------------------------------------------------------
@@ -186,6 +188,7 @@ class Top(App[None]):
         is_tiers = self._views.current == "tiers"
         self._views.current = "requests" if is_tiers else "tiers"
         (self._last if is_tiers else self._tiers).focus()
+        self.refresh_bindings()
         self.draw()
 
     def action_engine(self, step: int) -> None:
@@ -261,9 +264,10 @@ class Top(App[None]):
         self._draw_requests(seen, width)
 
     def _draw_requests(self, seen: Watched, width: int) -> None:
-        last, slowest = keyed(seen.last), keyed(seen.slowest)
+        last, slowest = keyed(seen.last or ()), keyed(seen.slowest)
         self._accounts = last | slowest
-        self._no_requests.show(seen.no_requests or ("" if last else "no request yet"))
+        none = "the engine is asked" if seen.last is None else "" if last else "no request yet"
+        self._no_requests.show(seen.no_requests or none)
         for table, accounts in ((self._last, last), (self._slowest, slowest)):
             table.display = bool(accounts)
             table.fill({key: request_row(account) for key, account in accounts.items()}, width)
@@ -291,7 +295,7 @@ def tier_row(tier: TierStatus) -> Row:
 def tier_lines(tier: TierStatus) -> Iterator[str]:
     """All of the selected tier that its row lacks."""
     fill = row(tier)[HEADS.index("fill")]
-    works = "reads and writes work" if tier.state == "open" else "see below"
+    works = "see below" if tier.paused or tier.state != "open" else "reads and writes work"
     yield f"{one_line(tier.name)} ({one_line(tier.type)}): {fill}; {works}"
     yield from notes(tier)
     if tier.token_share is not None:

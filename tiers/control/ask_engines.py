@@ -37,8 +37,8 @@ def sockets(folder: Path, engine: str | None = None) -> list[Path]:
     found = sorted(folder.glob(f"*{SUFFIX}"))
     if not found:
         raise NoAnswer(
-            f"no engine listens in {folder}. Give the folder of the chain's control, on the "
-            "engine's host and as its user."
+            f"no engine listens in {folder}. Run this on the engine's host and as its user; if "
+            "its chain has a control.folder, name that by --folder"
         )
     if engine is None:
         return found
@@ -70,7 +70,7 @@ def ask(
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{path}: {error}")
     if not answers:
-        raise NoAnswer("no engine answered. " + "; ".join([*problems, *gone]))
+        raise NoAnswer("no engine has an answer. " + "; ".join([*problems, *gone]))
     for problem in problems:
         warn(problem)
     return answers

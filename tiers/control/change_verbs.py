@@ -73,7 +73,7 @@ class ChangeVerbs:
         if question.dry_run:
             return self._answer(found, None)
         pending = self._changes.request(chain, question.if_version)
-        if question.watch is not None and not pending.why:
+        if question.watch is not None and not pending.why and chain != before:
             args = (self._changes, self._history, pending, before, question.watch)
             self._watch = ChangeWatch(*args)
         return self._begun(found, pending)

@@ -126,6 +126,7 @@ class StatusBoard:
             for spec in chain.tiers
             if isinstance(child := children.get(name := spec.tier_name), OffloadingScheduler)
         ]
+        ghosts = {name for ghost in chain.ghosts for name in (ghost.tier, ghost.label)}
         rates = (of_tier.get("prefill_tokens_per_second") for of_tier in sums.values())
         return EngineStatus(
             version=version,
@@ -141,7 +142,7 @@ class StatusBoard:
             ghosts=[
                 GhostStatus(tier=tier, hit_ratio=s["ghost_hit_ratio"], error=s["ghost_hit_error"])
                 for tier, s in sums.items()
-                if s.keys() >= {"ghost_hit_ratio", "ghost_hit_error"}
+                if tier in ghosts and s.keys() >= {"ghost_hit_ratio", "ghost_hit_error"}
             ],
         )
 

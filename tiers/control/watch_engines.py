@@ -39,7 +39,8 @@ class Watched:
     is_gone: bool = False
     problem: str = ""
     """Why the last question for a status had no answer of use."""
-    last: Sequence[Account] = ()
+    last: Sequence[Account] | None = None
+    """None: it was not asked for its requests yet."""
     slowest: Sequence[Account] = ()
     no_requests: str = ""
     """Why there are none."""

@@ -120,7 +120,9 @@ class ArchiveReader:
         try:
             return ArchiveHead.model_validate_json(text)
         except ValidationError as error:
-            raise ArchiveError(f"{self._path}: the head of this archive is none of kvtiers") from error
+            raise ArchiveError(
+                f"{self._path}: the head of this archive is none of kvtiers"
+            ) from error
 
     def frames(self) -> Iterator[Frame]:
         """The frames in order, up to the end, or to the first that is damaged or cut."""

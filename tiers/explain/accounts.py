@@ -171,6 +171,8 @@ class Accounts:
             return "elsewhere"
         if child in attempt.foreign:
             return "above" if attempt.foreign[child] else "miss"
+        if answer is None and child in attempt.unanswered:
+            return "late"
         if answer is None:
             return "not_asked" if choice.tokens else "nothing"
         if choice.tokens:

@@ -93,7 +93,8 @@ class Attempt:
     """From the first question about a request to its first step, once for each time it begins.
 
     `tokens`: known then. `cached`: those that the engine had. `external`: those that it let us
-    load. `started`: those it had when the request ran. Times are of `time.perf_counter`.
+    load. `unanswered`: children that were asked and had no answer yet. `started`: tokens it had
+    when the request ran. Times are of `time.perf_counter`.
     """
 
     asked: float = field(default_factory=time.perf_counter)
@@ -106,6 +107,7 @@ class Attempt:
     limits: Limits | None = None
     choice: Decision | None = None
     answers: Sequence[TierAnswer] = ()
+    unanswered: set[int] = field(default_factory=set)
     foreign: dict[int, int | None] = field(default_factory=dict)
     parts: list[LoadPart] = field(default_factory=list)
     waits_for: str | None = None
@@ -128,7 +130,10 @@ class Attempt:
 
         def noted(blocks: range) -> Sequence[int] | None:
             held = coverage(blocks)
-            if held is not None:
+            if held is None:
+                self.unanswered.add(child)
+            else:
+                self.unanswered.discard(child)
                 self._raw.append((child, blocks, held))
             return held
 
@@ -137,6 +142,7 @@ class Attempt:
     def asks_tiers(self, limits: Limits) -> None:
         """The tiers are asked, perhaps again, within the request's own `limits`."""
         self.limits = limits
+        self.unanswered.clear()
         self._raw.clear()
 
     def gives_up(self) -> None:

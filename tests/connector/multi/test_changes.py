@@ -39,6 +39,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.changes import ChangeReport
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.stats import STATES
+from tiers.control.status_board import StatusBoard
 from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT = [token % 997 for token in range(40 * MODEL.block_tokens + 1)]
@@ -286,6 +287,10 @@ def test_ghosts_and_records_follow(tmp_path: Path) -> None:
             thread.join()
         assert len(engine.connector._observers) == 2
         served(engine, PROMPT)
+        board = StatusBoard(engine.connector)
+        board.measured({"chain": engine.stats})
+        assert not change(engine, chain_of(a, b, **record)).why
+        assert not board.status("").ghosts, "there are none any more"
         assert not change(engine, chain_of(a, b)).why
         for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
             thread.join()
