@@ -72,7 +72,7 @@ class StoredRecords(Protocol):
         block that was stored anew meanwhile stays."""
 
     def drop(self, some: Sequence[StoredRecord]) -> None:
-        """Drop these records, whatever they are."""
+        """Drop these records, whatever they are; some hundred at most, since engines wait."""
 
     def others(self) -> bool | None:
         """Whether another process has the tier open; None: it can't be seen."""

@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
 def steady(text: str) -> str:
     """The text without speeds and ages, which no two runs share."""
-    return re.sub(r"[\d.]+[KMGT]?i?B/s|\d+ s( ago)?", "N", text)
+    return re.sub(r"[\d.]+[KMGT]?i?B/s|\d+s( ago)?", "N", text)
 
 
 def shown(page: str) -> list[tuple[list[str], str]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, only_engine, refused
+from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, only_engine, parsed, refused
 
 POLL_SECONDS = 0.1
 BEGIN_SECONDS = 20.0
@@ -87,12 +87,9 @@ def _seconds(watch: str) -> float:
     from spec.fields import parse_duration
     from tiers.control.change_verbs import MAX_WATCH
 
-    try:
-        seconds = parse_duration(watch)
-    except ValueError as error:
-        raise refused(f"--watch: found {watch!r}; {error}") from None
+    seconds = parsed("--watch", watch, parse_duration)
     if seconds > MAX_WATCH:
-        raise refused(f"--watch: found {watch!r}; an hour at most")
+        raise refused(f"--watch {watch}: an hour at most")
     return seconds
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import typer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tiers.traces.trace import Trace, TraceRequest, TraceSummary
     from tiers.tuning.machine import Machine
 
+Value = TypeVar("Value")
 DASH = Path("-")
 """Standard input or output, in place of a file."""
 STDIN = Path("/dev/stdin")
@@ -158,6 +159,14 @@ def refused(why: object, status: int = 2) -> typer.Exit:
     """Print the reason for having no result, and return the exit with that status."""
     typer.echo(str(why), err=True)
     return typer.Exit(status)
+
+
+def parsed(option: str, text: str, parse: Callable[[str], Value]) -> Value:
+    """What an option's text means to `parse`; refuse what it raises ValueError for."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise refused(f"{option} {text}: {error}") from None
 
 
 def check_places(

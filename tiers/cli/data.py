@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from spec.errors import describe_error, one_line, one_of
-from tiers.cli.arguments import DASH, ChainFile, bars, refused
+from tiers.cli.arguments import DASH, ChainFile, bars, parsed, refused
+from tiers.cli.status import span
 from tiers.errors import KVTiersError
 
 if TYPE_CHECKING:
@@ -192,10 +193,12 @@ def gc(
     kvtiers gc chain.yaml
     kvtiers gc chain.yaml --tier disk --unused 30d --delete
     """
+    from spec.fields import parse_duration
     from tiers.data.garbage import find_garbage, remove_garbage
     from tiers.data.inspection import inspect_tier
 
-    age, spaces = _age_of(unused), [_space(text) for text in namespace or ()]
+    age = None if unused is None else parsed("--unused", unused, parse_duration)
+    spaces = [_space(text) for text in namespace or ()]
 
     def cleaned(spec: StoreSpec, records: StoredRecords) -> _Result:
         garbage = find_garbage(inspect_tier(records, spec.encryption is not None), age, spaces)
@@ -208,15 +211,6 @@ def gc(
         return _Result(shown, [*_garbage_lines(spec.tier_name, garbage, dropped[0], delete)])
 
     _each(file, tier, as_json, cleaned)
-
-
-def _age_of(unused: str | None) -> float | None:
-    from spec.fields import parse_duration
-
-    try:
-        return None if unused is None else parse_duration(unused)
-    except ValueError as error:
-        raise refused(f"--unused {unused}: {error}") from None
 
 
 def _space(text: str) -> bytes:
@@ -341,10 +335,7 @@ def _parsed(rate: str | None) -> float | str | None:
 
     if rate is None or rate == "all":
         return rate
-    try:
-        return parse_rate(rate)
-    except ValueError as error:
-        raise refused(f"--rate {rate}: {error}") from None
+    return parsed("--rate", rate, parse_rate)
 
 
 def _limit(wanted: float | str | None, records: StoredRecords) -> float | None:
@@ -455,12 +446,5 @@ def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
 def _ages(group: Group) -> str:
     if group.used is None:
         return ""
-    first, last = (time.time() - moment for moment in group.used)
-    return f", last used {_age(last)} ago, the oldest {_age(first)}"
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"
+    first, last = (span(max(0.0, time.time() - moment)) for moment in group.used)
+    return f", last used {last} ago, the oldest {first}"

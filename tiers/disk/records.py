@@ -25,7 +25,6 @@ from tiers.host.scratch import Scratch
 from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 
 _PIECE = 4096
-_DROPS = 256
 _TRIES = 5
 """Readings of a record that looks damaged and whose entry changes meanwhile: others use it."""
 
@@ -154,8 +153,7 @@ class DiskRecords:
 
     def drop(self, some: Sequence[StoredRecord]) -> None:
         with self._open().in_use() as folder:
-            for start in range(0, len(some), _DROPS):
-                folder.drop([record.name for record in some[start : start + _DROPS]])
+            folder.drop([record.name for record in some])
 
     def others(self) -> bool | None:
         opened = self._open()
