@@ -33,6 +33,7 @@ SUITES = (
     "e2e",
     "remote",
     "lookups",
+    "data",
 )
 
 

@@ -74,21 +74,26 @@ class DiskRecords:
 
     def read(self, some: Sequence[StoredRecord], use: Use = ignore) -> list[Finding]:
         with self._open().in_use() as folder:
-            jobs = [
-                folder.threads.submit(self._read_some, folder, some[lane::THREADS], use)
-                for lane in range(min(THREADS, len(some)))
-            ]
-            wait(jobs)
             found: list[Finding] = [GONE] * len(some)
-            for lane, job in enumerate(jobs):
-                found[lane::THREADS] = job.result()
+            todo = iter(enumerate(some))
+            lanes = range(min(THREADS, len(some)))
+            jobs = [folder.threads.submit(self._read_next, folder, todo, found, use) for _ in lanes]
+            wait(jobs)
+            for job in jobs:
+                job.result()
             return found
 
-    def _read_some(
-        self, folder: OpenFolder, some: Sequence[StoredRecord], use: Use
-    ) -> list[Finding]:
+    def _read_next(
+        self,
+        folder: OpenFolder,
+        todo: Iterator[tuple[int, StoredRecord]],
+        found: list[Finding],
+        use: Use,
+    ) -> None:
+        """Read what no other thread has begun, one after the other, so that all end at once."""
         _read_behind_others()
-        return [self._read(folder, record, use)[0] for record in some]
+        for place, record in todo:
+            found[place] = self._read(folder, record, use)[0]
 
     def _read(
         self, folder: OpenFolder, record: StoredRecord, use: Use = ignore
