@@ -1,4 +1,5 @@
-"""A real vLLM server takes back a change of its chain that made it worse, under traffic."""
+"""A real vLLM server's chain follows its traffic: what it recorded leads to advice, the advice to a
+change, the change to a verdict; and a change for the worse is taken back."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from spec.load import load_chain
 from tests.engine.vllm.tiny_vllm import documents
 from tests.engine.vllm.vllm_server import VllmServer
 
@@ -25,21 +27,26 @@ PROMPTS = documents(8, 600)
 """Of 18 full blocks each; the engine's own 40 blocks keep two of them."""
 WATCH = 20
 """Seconds."""
+FEW = 3
+"""Documents that are asked for at first: what the disk tier has room for."""
+REQUESTS = 420
+"""Enough for advice."""
 
 
 class Traffic(threading.Thread):
-    """One client that asks for the prompts in a random order, and compares answers."""
+    """One client that asks for some of the prompts in a random order, and compares answers."""
 
     def __init__(self, server: VllmServer, expected: list[list[int]], seed: int) -> None:
         super().__init__(daemon=True)
         self.over = threading.Event()
         self.answered = 0
+        self.some = FEW
         self.wrong: list[int] = []
         self._server, self._expected, self._draw = server, expected, random.Random(seed)
 
     def run(self) -> None:
         while not self.over.is_set():
-            number = self._draw.randrange(len(PROMPTS))
+            number = self._draw.randrange(self.some)
             if self._server.complete(PROMPTS[number], 4) != self._expected[number]:
                 self.wrong.append(number)
             self.answered += 1
@@ -64,37 +71,62 @@ def kvtiers(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
+def until_recorded(server: VllmServer, requests: int) -> None:
+    end = time.monotonic() + 300
+    while server.metrics()["vllm:kvtiers_recorded_requests_total"]["(chain)"] < requests:
+        assert time.monotonic() < end, "so many requests do not come"
+        time.sleep(0.5)
+
+
+def watched(chain: Path, control: Path) -> tuple[int, list[str]]:
+    """The status of `apply --watch`, and what it said."""
+    ran = kvtiers("apply", chain, "--watch", f"{WATCH}s", "--folder", control)
+    print(ran.stdout, ran.stderr)
+    return ran.returncode, ran.stdout.splitlines()
+
+
 @pytest.mark.fault
-@pytest.mark.timeout(600)
-def test_a_bad_chain_goes_back_by_itself(tiny_llama: Path, tmp_path: Path) -> None:
-    """A chain that loads whatever it takes, from a tier that it slows down."""
-    control = tmp_path / "control"
-    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
-    good: dict[str, Any] = {
+@pytest.mark.timeout(900)
+def test_advice_is_followed_and_a_bad_chain_goes_back(tiny_llama: Path, tmp_path: Path) -> None:
+    """Halfway there are more documents than the disk tier has room for: it is to be larger. Then
+    comes a chain that loads whatever it takes, from a tier that it slows down."""
+    control, new, bad = tmp_path / "control", tmp_path / "new.yaml", tmp_path / "bad.yaml"
+    chain: dict[str, Any] = {
         "version": 1,
         "staging": "64MiB",
-        "tiers": [disk],
+        "tiers": [{"type": "disk", "capacity": "4MiB", "path": str(tmp_path / "disk")}],
+        "record": {"path": str(tmp_path / "trace")},
         "control": {"folder": str(control)},
     }
-    bad = {**good, "load_when": "always", "tiers": [{**disk, "load_rate": "2MB/s"}]}
-    chains = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    for path, chain in zip(chains, (good, bad), strict=True):
-        path.write_text(yaml.safe_dump(chain))
-    server = VllmServer(tiny_llama, chains[0], tmp_path / "log", **{"kv-events-config": "{}"})
+    old = tmp_path / "old.yaml"
+    old.write_text(yaml.safe_dump(chain))
+    server = VllmServer(tiny_llama, old, tmp_path / "log", **{"kv-events-config": "{}"})
     try:
         expected = [server.complete(prompt, 4) for prompt in PROMPTS]
         with traffic(server, expected) as clients:
-            time.sleep(WATCH + 1)
-            ran = kvtiers("apply", chains[1], "--watch", f"{WATCH}s", "--folder", control)
-        print(ran.stdout, ran.stderr, sum(client.answered for client in clients), "answers")
+            until_recorded(server, REQUESTS // 2)
+            for client in clients:
+                client.some = len(PROMPTS)
+            until_recorded(server, REQUESTS)
+            options = ["--folder", control, "--chains", 40, "--processes", 1, "--output", new]
+            advice = kvtiers("recommend", *options)
+            print(advice.stdout, advice.stderr)
+            assert advice.returncode == 0 and "\nChange: disk " in advice.stdout
+            followed = yaml.safe_load(new.read_text())
+            followed_status, followed_said = watched(new, control)
+            slow = {**followed["tiers"][0], "load_rate": "2MB/s"}
+            bad.write_text(yaml.safe_dump({**followed, "load_when": "always", "tiers": [slow]}))
+            bad_status, bad_said = watched(bad, control)
+        print(sum(client.answered for client in clients), "answers")
         status = kvtiers("status", "--json", "--folder", control)
     finally:
         server.close()
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "tier disk: changed" in ran.stdout
-    *_, verdict = ran.stdout.splitlines()
-    assert verdict.startswith("worse: ")
-    assert verdict.endswith("the chain of before is in effect again")
-    assert json.loads(status.stdout)["chain_version"] == 3
+    assert load_chain(new).tiers[0].capacity_bytes > 8 << 20
+    assert followed_status == 0 and followed_said[0].startswith("tier disk: resized")
+    assert followed_said[-1].startswith(("better: ", "the same: "))
+    assert bad_status == 1 and bad_said[0].startswith("tier disk: changed")
+    assert bad_said[-1].startswith("worse: ")
+    assert bad_said[-1].endswith("the chain of before is in effect again")
+    assert json.loads(status.stdout)["chain_version"] == 4
     assert [client.wrong for client in clients] == [[], [], []]
     assert min(client.answered for client in clients) > 0
