@@ -49,6 +49,8 @@ class HeldCopy:
         assert self._go.wait(30)
         self._copy.wait()
 
+    hold_engine = wait
+
 
 def holding(go: threading.Event) -> Callable[..., CpuCopier]:
     """Copiers whose copies end only while `go` is set."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,25 +14,44 @@ import torch
 from spec.chain import ChainSpec
 from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
-from tests.support.replay_chains import MODEL, total
+from tests.support.replay_chains import MODEL, RECURRENT, total
 from tiers.connector.worker import host_slots, loading, offloading_worker
 from tiers.gpu import cuda
 from tiers.gpu.pages import PageCopies
 from tiers.lab.replay import ReplayEngine
 from tiers.lab.replay import engine as replay_engine
-from tiers.lab.replay.model import kv_of, states
+from tiers.lab.replay.blocks import STATE
+from tiers.lab.replay.model import VOCABULARY, ReplayModel, kv_of, states
 from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, Work
 from tiers.lab.replay.worker import LocalWorker
 
-ORDERS: dict[str, Sequence[str]] = {
-    "V1 and V2": ("fence", "zero", "bind", "forward", "load", "save", "results"),
-    "loads first": ("fence", "zero", "bind", "load", "forward", "save", "results"),
-    "V1 with a drafter, V2 of 0.33 too": (
-        *("fence", "zero", "bind", "forward", "load", "results", "save"),
+
+class Runner(NamedTuple):
+    """What one of vLLM's model runners does in a step: `fence` is `handle_preemptions`, `zero` what
+    it does to blocks that it takes, `move` to states that go on in the next block. `ahead`: steps
+    that are in flight when the next is planned, as with async scheduling."""
+
+    acts: str
+    model: ReplayModel = MODEL
+    ahead: int = 0
+
+    @property
+    def overwrites_early(self) -> bool:
+        """As an engine tells its connector."""
+        return min(self.acts.find("zero"), self.acts.find("move")) in range(self.acts.find("fence"))
+
+
+RUNNERS = {
+    "V1 and V2": Runner("fence zero bind forward load save results"),
+    "loads first": Runner("fence zero bind load forward save results"),
+    "V1 with a drafter, V2 of 0.33 too": Runner("fence zero bind forward load results save"),
+    "async": Runner("fence zero bind forward load save results", ahead=1),
+    "states on V1": Runner("fence zero move bind forward load save results", RECURRENT),
+    "states on V2": Runner("zero move fence bind forward load save results", RECURRENT),
+    "states on V2, async, with a drafter": Runner(
+        "zero move fence bind forward load results save", RECURRENT, ahead=1
     ),
 }
-"""What vLLM's model runners do in a step: `fence` is `handle_preemptions`, `zero` what they do to
-blocks that they take."""
 STREAMS = ("packing", "leaving", "arriving", "unpacking")
 """The copier's, in the order in which it makes them."""
 WAVE_ROWS = 2
@@ -43,11 +63,11 @@ class StreamedWorker(LocalWorker):
 
     requests: dict[str, ReplayRequest]
     model: Model
-    order: Sequence[str]
+    runner: Runner
 
-    def start(self, model: Model, order: Sequence[str], requests: dict[str, ReplayRequest]) -> None:
+    def start(self, model: Model, runner: Runner, requests: dict[str, ReplayRequest]) -> None:
         """Begin to serve; `requests` are the scheduler's."""
-        self.model, self.order, self.requests = model, order, requests
+        self.model, self.runner, self.requests = model, runner, requests
         self.wrong: list[str] = []
         self.computed = 0
 
@@ -58,11 +78,12 @@ class StreamedWorker(LocalWorker):
         acts: dict[str, Callable[[], object]] = {
             "fence": lambda: connector.handle_preemptions(step.kv_connector_metadata),
             "zero": lambda: self._queue_zeroing(step),
+            "move": lambda: self._queue_moves(step),
             "bind": lambda: connector.bind_connector_metadata(step.kv_connector_metadata),
             "load": lambda: connector.start_load_kv(None),
             "save": connector.wait_for_save,
         }
-        for act in self.order:
+        for act in self.runner.acts.split():
             if act == "forward":
                 output.sums = {work.request_id: self._queue(work) for work in step.work}
             elif act == "results":
@@ -73,17 +94,52 @@ class StreamedWorker(LocalWorker):
         return output
 
     def _queue_zeroing(self, step: Step) -> None:
-        """Engines zero blocks that they take for some models, those to be loaded too."""
+        """Engines zero blocks that they take for some models, those to be loaded too, but for
+        those of states."""
         orders = [one for one in step.kv_connector_metadata.metadata if one is not None]
         jobs = [job for one in orders for job in one.reqs_to_load]
         taken = [item.target for job in jobs for item in job.items]
+        if STATE in self._model.windows:
+            taken += [block for work in step.work for block in self._fresh(work)]
         for layer in self.kv.values():
             self.model.compute.put(partial(layer.index_fill_, 0, torch.tensor(taken).long(), 0))
 
+    def _fresh(self, work: Work) -> list[int]:
+        """The blocks of attention that a request gets in a step, to compute into."""
+        size = self._model.block_tokens
+        first, last = -(-work.start // size), -(-(work.start + len(work.tokens)) // size)
+        groups = zip(work.tables, self._model.windows, strict=True)
+        return [b for table, window in groups if window != STATE for b in table[first:last]]
+
+    def _queue_moves(self, step: Step) -> None:
+        """A request's states go on in the block of its next tokens; where they were there is
+        nothing left of them."""
+        for work in step.work:
+            last, after = self._places(work)
+            for table, window in zip(work.tables, self._model.windows, strict=True):
+                if window == STATE and work.start and last != after:
+                    for layer in self.kv.values():
+                        self.model.compute.put(partial(_move, layer, table[last], table[after]))
+
+    def _places(self, work: Work) -> tuple[int, int]:
+        """Where in a table of states the last one is, and the next."""
+        size = self._model.block_tokens
+        return (work.start - 1) // size, (work.start + len(work.tokens) - 1) // size
+
+    def _compute_states(self, work: Work, table: list[int], group: int, moves_states: bool) -> int:
+        if work.start:
+            last, after = self._places(work)
+            table = list(table)
+            table[last] = table[after]
+        return super()._compute_states(work, table, group, moves_states)
+
     def _queue(self, work: Work) -> int:
         known = states(self.requests[work.request_id].tokens[: work.start + len(work.tokens)])
-        layers = range(self._model.layers)
-        expected = sum(int(kv_of(self._model, known, i, self._rank).sum()) for i in layers)
+        expected = 0
+        for layer in range(self._model.layers * len(self._model.windows)):
+            is_state = self._model.windows[layer // self._model.layers] == STATE
+            seen = known[-1:] if is_state else known
+            expected += int(kv_of(self._model, seen, layer, self._rank).sum())
 
         def forward() -> None:
             self.computed += 1
@@ -92,6 +148,11 @@ class StreamedWorker(LocalWorker):
 
         self.model.compute.put(forward)
         return expected
+
+
+def _move(layer: torch.Tensor, source: int, target: int) -> None:
+    layer[target] = layer[source]
+    layer[source] = -1
 
 
 class StreamedCopier(cuda.CudaCopier):
@@ -107,7 +168,7 @@ class StreamedEngine(ReplayEngine):
         self,
         chain: ChainSpec,
         model: Model,
-        order: Sequence[str],
+        runner: Runner,
         patch: pytest.MonkeyPatch,
         tells_of_sleep: bool = True,
         **options: Any,
@@ -126,13 +187,33 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
         self.tells_of_sleep = tells_of_sleep
         opener = partial(StreamedCopier, in_step=not tells_of_sleep)
-        super().__init__(chain, MODEL, open_copier=opener, now=self.clock, **options)
+        super().__init__(chain, runner.model, open_copier=opener, now=self.clock, **options)
         (only,) = self.workers
         assert isinstance(only, StreamedWorker) and only.connector is not None
         self.worker = only
-        only.start(model, order, self.scheduler.requests)
+        only.start(model, runner, self.scheduler.requests)
         self.host = only.connector.children[0]._host  # type: ignore[attr-defined]
         self.host.now = self.clock
+        early = runner.overwrites_early
+        self.host.engine = replace(self.host.engine, overwrites_early=early)
+        self._in_flight: deque[tuple[Step, StepOutput]] = deque()
+
+    def step(self) -> bool:
+        """Begin a step, and end the one before it that is not to be in flight any more."""
+        step = self.scheduler.plan()
+        self.scheduler.give_orders(step)
+        self._in_flight.append((step, self.worker.execute(step)))
+        while len(self._in_flight) > (self.worker.runner.ahead if step.work else 0):
+            self._end_oldest()
+        self.take_stats()
+        return bool(step.work)
+
+    def _end_oldest(self) -> None:
+        step, output = self._in_flight.popleft()
+        samples = {work.request_id for work in step.work if work.samples}
+        sampled = {name: total % VOCABULARY for name, total in output.sums.items()}
+        whole = self._aggregator.aggregate([output])
+        self.scheduler.update(step, whole, {n: t for n, t in sampled.items() if n in samples})
 
     def run(self, but: str = "") -> None:
         """Run all requests to their ends; threads, those named `but` aside, get on where the engine

@@ -16,6 +16,15 @@ class Copy(Protocol):
         RuntimeError. Any thread may call it, and more than once."""
 
 
+class Gather(Copy, Protocol):
+    """A copy out of paged blocks."""
+
+    def hold_engine(self) -> None:
+        """Let whatever the engine begins from now on come after its blocks were read, on its device
+        if that has an order of its own. Called by the engine's thread. Raises nothing: a gather
+        that failed reads nothing."""
+
+
 class Fence(Protocol):
     """A place in the engine's work."""
 
@@ -58,10 +67,10 @@ class Copier(Protocol):
     def fence(self) -> Fence:
         """Mark the work queued on the engine's device so far, for `scatter`."""
 
-    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
+    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Gather:
         """Begin copying paged `blocks[i]` to `rows[slots[i]]`, after the work queued so far.
 
-        Does not block. Raises IndexError, or the returned Copy's `wait` does.
+        Does not block. Raises IndexError, or the returned Gather's `wait` does.
         """
 
     def scatter(

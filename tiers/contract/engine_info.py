@@ -66,7 +66,8 @@ class EngineInfo:
     empty: not known. `ranks_here`: ranks that share this host's memory, those of the engine's
     replicas too; 0: all of this engine. `replicated`: whether all ranks have the same KV, so
     that one of them may store it for all. `weights`: what a worker sees of its weights.
-    `model`: what its operator calls the model.
+    `model`: what its operator calls the model. `overwrites_early`: whether a step may overwrite
+    paged blocks, move states or zero pages before it calls `handle_preemptions`.
     """
 
     facts: Mapping[str, str]
@@ -91,6 +92,7 @@ class EngineInfo:
     replicated: bool = False
     weights: Weights = Weights()  # noqa: RUF009 - it has no state
     model: str = ""
+    overwrites_early: bool = False
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -61,7 +61,13 @@ from tiers.engine.vllm_children import (
     required_layout,
 )
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
-from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
+from tiers.engine.vllm_groups import (
+    REPORTS_FAILED_REQUESTS,
+    drops_last,
+    hash_tokens,
+    kv_groups,
+    overwrites_early,
+)
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_watch import (
@@ -128,6 +134,7 @@ def engine_info(
         late_facts=late_facts(vllm_config, chain.salt) if is_worker else None,
         weights=worker_weights() if is_worker else Weights(),
         model=str(vllm_config.model_config.model),
+        overwrites_early=overwrites_early(vllm_config, (group for group, _ in groups)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -31,7 +32,7 @@ STATES_ON_V2 = (
     "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
     "VLLM_USE_V2_MODEL_RUNNER=0"
 )
-"""Why they are refused there: it moves states before it calls `handle_preemptions`."""
+"""Why they are refused there where copies are vLLM's own: see `overwrites_early`."""
 
 
 def kv_groups(
@@ -97,7 +98,7 @@ def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
 
 def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str]]]) -> None:
     """Raise ValueError where the states of recurrent layers can't be served."""
-    why = why_no_states(vllm_config)
+    why = why_no_states()
     if not why and len({group.tokens for group, _ in groups}) > 1:
         why = "their blocks have another size than those of attention"
     if why:
@@ -108,11 +109,18 @@ def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str
         )
 
 
-def why_no_states(vllm_config: VllmConfig) -> str:
+def why_no_states() -> str:
     """Why the states of recurrent layers can't be served by this engine; empty: they may be."""
     if not HANDS_OVER_STATES:
         return "that is only known to work with vLLM 0.32 and later"
-    return STATES_ON_V2 if getattr(vllm_config, "use_v2_model_runner", False) else ""
+    return ""
+
+
+def overwrites_early(vllm_config: VllmConfig, groups: Iterable[KVGroup]) -> bool:
+    """Return whether a step overwrites blocks before it calls `handle_preemptions`: Model Runner V2
+    zeroes pages and moves states of recurrent layers before."""
+    is_v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    return is_v2 and any(group.is_state for group in groups)
 
 
 def refuse_model(vllm_config: VllmConfig) -> None:

@@ -51,7 +51,7 @@ def examine_settings(config: VllmConfig) -> Iterator[DoctorFinding]:
             "error", found or str(error), change, "without kvtiers: all prompts computed"
         )
         return
-    why = why_no_states(config)
+    why = why_no_states()
     if getattr(model, "is_hybrid", False) and why:
         yield DoctorFinding(
             "error", f"the model has recurrent layers: {why}", cost="another runner"

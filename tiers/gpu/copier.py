@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -20,6 +20,9 @@ class _Done:
 
     def wait(self) -> None:
         self._future.result()
+
+    def hold_engine(self) -> None:
+        wait([self._future])
 
 
 _ENDED = _Done(Future())

@@ -1,15 +1,17 @@
 """Batched copies between paged KV on a CUDA device and rows of pinned host memory.
 
     gather     engine's stream -fence-> packing ----filled----> leaving -done-> whoever waits
-                                           ^------emptied----------|
+                      ^-----packed---------| ^----emptied----------|
     scatter    arriving ----filled----> unpacking -done-> whoever waits
                (once the device has come to the fence)
                   ^------emptied-----------|
 
 Each direction has two streams and a fixed ring of staging memory on the device between them. A
 copy crosses it in waves: `filled` keeps the second stream from a wave that is not whole, `emptied`
-the first from memory that is still read. So compute never waits for copies, the next wave is put
-together while the last crosses the bus, and the device memory taken is known at the start.
+the first from memory that is still read. So the next wave is put together while the last crosses
+the bus, and the device memory taken is known at the start. Compute waits for a copy only where it
+must, by `hold_engine`, and then for `packed`, when the blocks were read: for the bus if they are
+more than the ring holds. The host does not wait.
 `tests/gpu/test_streams.py` takes away each of the waits, and sees bytes go wrong.
 """
 
@@ -21,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -55,18 +58,30 @@ class _Arriving:
         wait_for([self._end], self._device)
 
 
+class _Gathered(NamedTuple):
+    """A gather that is queued: when its blocks were read, and when all is in its rows."""
+
+    packed: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class _Queued:
     """A gather that the copier's thread queues on its streams."""
 
-    def __init__(self, queued: Future[torch.cuda.Event], device: torch.device) -> None:
+    def __init__(self, queued: Future[_Gathered], device: torch.device) -> None:
         self._queued = queued
         self._device = device
         self._has_ended = False
 
     def wait(self) -> None:
         if not self._has_ended:
-            wait_for([self._queued.result()], self._device)
+            wait_for([self._queued.result().end], self._device)
             self._has_ended = True
+
+    def hold_engine(self) -> None:
+        if self._queued.exception() is None:  # once it is queued
+            packed = self._queued.result().packed
+            torch.cuda.current_stream(self._device).wait_event(packed)
 
 
 class _Fence:
@@ -133,7 +148,7 @@ class CudaCopier:
 
     def _gather(
         self, blocks: list[int], rows: torch.Tensor, slots: list[int], after: torch.cuda.Event
-    ) -> torch.cuda.Event:
+    ) -> _Gathered:
         self._paged.require_in_range(blocks, rows, slots)
         slots, blocks = _by_slot(slots, blocks)
         ring, size = self._out, self._stride
@@ -153,7 +168,7 @@ class CudaCopier:
                 # What was queued must not arrive when the slots are another's.
                 wait_for(ring.marks(), self._device)
                 raise
-            return mark(ring.emptying)
+            return _Gathered(mark(ring.filling), mark(ring.emptying))
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object

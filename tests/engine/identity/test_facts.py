@@ -24,7 +24,7 @@ from tiers.connector import assembly as chains
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler import open_tier
 from tiers.connector.worker import offloading_worker as workers
-from tiers.contract.engine_info import EngineInfo
+from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.marks import LoadedAdapter
 from tiers.engine.adapter_marks import MarksOfRequests, name_of
 from tiers.engine.content_marks import ContentMarks
@@ -196,12 +196,6 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "MambaSpec with mamba_cache_mode",
         ),
         (
-            "recurrent states on Model Runner V2",
-            [STATE],
-            {"use_v2_model_runner": True},
-            r"recurrent layers \(layers.0.*(Model Runner V2|0.32 and later)",
-        ),
-        (
             "recurrent states in blocks of another size",
             [STATE, {"block_size": 32}],
             {},
@@ -244,6 +238,17 @@ def test_what_can_t_be_served_is_named(
     with pytest.raises(ValueError, match=words) as refusal:
         kv_groups(config, cache)
     cells.refused(what, str(refusal.value))
+
+
+@pytest.mark.vllm
+def test_the_engine_is_held_where_its_runner_overwrites_before_it_asks() -> None:
+    from tiers.engine.vllm_groups import overwrites_early
+
+    plain, states = KVGroup(16), KVGroup(16, 16, is_state=True)
+    one, two = (SimpleNamespace(use_v2_model_runner=is_v2) for is_v2 in (False, True))
+    assert overwrites_early(two, [plain, states])
+    assert not overwrites_early(two, [plain, plain])
+    assert not overwrites_early(one, [plain, states])
 
 
 ROPE = "how its rotary embeddings are made is a fact"

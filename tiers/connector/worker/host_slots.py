@@ -18,7 +18,7 @@ from tiers.block import digest, namespace
 from tiers.concurrency.executors import io_executor
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
-from tiers.contract.block_copier import ENDED, Copier, Copy, OpenCopier
+from tiers.contract.block_copier import ENDED, Copier, Copy, Gather, OpenCopier
 from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
@@ -361,7 +361,7 @@ class HostSlots:
                 time.monotonic() - self._began,
             )
 
-    def gather(self, items: Sequence[StoreItem]) -> Copy | None:
+    def gather(self, items: Sequence[StoreItem]) -> Gather | None:
         """Begin to gather the items that have a source into their slots; None: none has."""
         fresh = [item for item in items if item.source is not None]
         if not fresh:

@@ -24,7 +24,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.connector.worker.weight_watch import WeightVerdict
-from tiers.contract.block_copier import ENDED, Copy, Fence
+from tiers.contract.block_copier import ENDED, Fence, Gather
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.generation import space_of
 from tiers.contract.messages import (
@@ -209,7 +209,7 @@ class Puts:
 @dataclass
 class _Store:
     job: StoreJob
-    gather: Copy | None
+    gather: Gather | None
     future: Future[JobResult]
     is_ours: bool
     """Whether this rank stores the blocks, rather than another that has the same ones."""
@@ -406,7 +406,8 @@ class OffloadingWorker(WorkerConnector):
     # -- storing -----------------------------------------------------------------------------
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores: fill the slots, then feed the tier from them; never waits."""
+        """Begin the step's stores: fill the slots, then feed the tier from them. Does not wait for
+        the device."""
         meta = self._orders()
         if meta is self._begun:
             return
@@ -416,6 +417,8 @@ class OffloadingWorker(WorkerConnector):
         true = [job for job in meta.reqs_to_store if not job.adapter or may_store(job.adapter)]
         # Also where another rank stores them: a tier in host memory may share the gather.
         gather = self._gather([item for job in true for item in job.items])
+        if gather is not None and self._host.engine.overwrites_early:
+            gather.hold_engine()  # what the next step moves and zeroes first may be read still
         for job in true:
             future = self._puts.begin(job, is_ours)
             self._stores[job.job_id] = _Store(job, gather, future, is_ours)
@@ -429,7 +432,7 @@ class OffloadingWorker(WorkerConnector):
             future.set_result(JobResult(1, set(range(len(job.items)))))
             self._stores[job.job_id] = _Store(job, None, future, is_ours=True)
 
-    def _gather(self, items: Sequence[StoreItem]) -> Copy | None:
+    def _gather(self, items: Sequence[StoreItem]) -> Gather | None:
         """Begin the one gather of a step: each has its launches and waits, however few blocks."""
         try:
             return self._host.gather(items)
@@ -440,6 +443,8 @@ class OffloadingWorker(WorkerConnector):
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flush = kv_connector_metadata.jobs_to_flush
+        # The host waits, also where the engine's device would: another connector beside ours may
+        # write into these blocks by other means than the engine's stream.
         _fence(self._stores[job_id] for job_id in flush if job_id in self._stores)
 
     # -- ends --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import opens_ours
-from tiers.contract.block_copier import Copier, Copy, Fence, OpenCopier
+from tiers.contract.block_copier import Copier, Copy, Fence, Gather, OpenCopier
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.clock import Clock
 from tiers.store import Block, StoreWrapper, TierStore
@@ -189,7 +189,7 @@ class LinkedCopier:
         """All else is the copier's."""
         return getattr(self._copier, name)
 
-    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
+    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Gather:
         """As the copier; only the host pool is ever gathered into."""
         self._pool = rows.data_ptr()
         return self._copier.gather(blocks, rows, slots)
