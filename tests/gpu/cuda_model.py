@@ -32,6 +32,17 @@ _QUEUED = {"copy_", "index_select", "index_copy_"}
 _AT_ONCE = {"__getitem__", "__len__", "__get__", "data_ptr", "stride", "tensor"}
 
 
+def comes_from(site: Site) -> bool:
+    """Whether a line of code has led to the caller."""
+    frame = sys._getframe(1)
+    path, line = site
+    while frame is not None:
+        if frame.f_lineno == line and frame.f_code.co_filename.endswith(path):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class Stream:
     """A queue of operations. `device` is of torch's signature, and unused."""
 
@@ -142,16 +153,10 @@ class Model:
 
     def is_taken_away(self) -> bool:
         """Whether one of the lines that lead here is the one whose wait is left out."""
-        if self.taken_away is None:
+        if self.taken_away is None or not comes_from(self.taken_away):
             return False
-        frame = sys._getframe(2)
-        while frame is not None:
-            path, line = self.taken_away
-            if frame.f_lineno == line and frame.f_code.co_filename.endswith(path):
-                self.times_taken_away += 1
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
+        self.times_taken_away += 1
+        return True
 
     def run_eager(self) -> None:
         """Run the eager streams as far as events allow."""

@@ -96,13 +96,17 @@ class StreamedWorker(LocalWorker):
     def _queue_zeroing(self, step: Step) -> None:
         """Engines zero blocks that they take for some models, those to be loaded too, but for
         those of states."""
+        taken = self._taken(step)
+        for layer in self.kv.values():
+            self.model.compute.put(partial(layer.index_fill_, 0, torch.tensor(taken).long(), 0))
+
+    def _taken(self, step: Step) -> list[int]:
         orders = [one for one in step.kv_connector_metadata.metadata if one is not None]
         jobs = [job for one in orders for job in one.reqs_to_load]
         taken = [item.target for job in jobs for item in job.items]
         if STATE in self._model.windows:
             taken += [block for work in step.work for block in self._fresh(work)]
-        for layer in self.kv.values():
-            self.model.compute.put(partial(layer.index_fill_, 0, torch.tensor(taken).long(), 0))
+        return taken
 
     def _fresh(self, work: Work) -> list[int]:
         """The blocks of attention that a request gets in a step, to compute into."""
