@@ -239,6 +239,7 @@ FORMAT_VERSION = 1
 LoadPolicy = Literal["first", "longest", "stitched"]
 LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 LoadWhen = Literal["sooner", "always"]
+StoreScope = Literal["all", "prompt", "computed"]
 OnReset = Literal["forget", "keep"]
 MAX_TIERS = 32
 """A longer chain is refused: it is a mistake, and every lookup asks every tier."""
@@ -309,10 +310,12 @@ class ChainSpec(BaseModel):
         default=True,
         description="Store a block that a lower tier loaded in the higher tiers too.",
     )
-    store: Literal["all", "prompt"] = Field(
+    store: StoreScope = Field(
         default="all",
-        description="Store all of a request, or its prompt alone. prompt suits answers that never "
-        "come back in later prompts.",
+        description="What of a request is stored. all: all of it. prompt: its prompt alone, which "
+        "suits answers that never come back in later prompts. computed: what this engine computes "
+        "for it, and what tiers load for it (see promote); not what another connector loads, or "
+        "what the engine's own cache has, which was stored where it was computed.",
     )
     max_wait: Duration = Field(
         default=10.0,

@@ -136,7 +136,7 @@ def run_vllm(
         result, log = name.with_suffix(".json"), name.with_suffix(".log")
         job = {"engine": engine, "batches": batches, "env": env, **more}
         job |= {"control": str(control)} if tiers is not None else {}
-        status = _do(vllm_jobs, {**job, "result": str(result), "log": str(log)})
+        status = do_job(vllm_jobs, {**job, "result": str(result), "log": str(log)})
         said = log.read_text(errors="replace")
         if status != "0" or not result.exists():
             raise EngineFailed(said[-6000:])
@@ -162,8 +162,9 @@ def run_vllm(
     return run
 
 
-def _do(process: subprocess.Popen[str], job: dict[str, Any]) -> str:
-    """Run one job; its exit status. A job that hangs is ended by the test's own timeout."""
+def do_job(process: subprocess.Popen[str], job: dict[str, Any]) -> str:
+    """Run one job; its exit status, or the process of one that serves. A job that hangs is ended by
+    the test's own timeout."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(job) + "\n")
     process.stdin.flush()

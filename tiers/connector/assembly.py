@@ -79,7 +79,7 @@ def scheduler_parts(
         generation,
         now,
         max_wait=chain.max_wait,
-        prompt_only=chain.store == "prompt",
+        store=chain.store,
         tenants=TenantCounts(tenant_names(chain)),
     )
     opener = TierOpener(chain, engine, generation, now)

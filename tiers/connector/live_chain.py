@@ -75,7 +75,7 @@ class LiveChain:
     def apply(self, chain: ChainSpec, tiers: Sequence[OffloadingScheduler]) -> None:
         before, self.chain = self.chain, chain
         self._opener.follow(chain)
-        self._requests.retune(chain.max_wait, chain.store == "prompt")
+        self._requests.retune(chain.max_wait, chain.store)
         self._requests.tenants.names = tenant_names(chain)
         is_only = len(chain.tiers) == 1
         for spec, tier in zip(chain.tiers, tiers, strict=True):

@@ -54,7 +54,9 @@ from tiers.engine.identity.facts import config_facts
 from tiers.engine.vllm_children import (
     all_support_sleep,
     any_requires_piecewise,
+    as_computed,
     child_configs,
+    following,
     identity,
     load_policy,
     refuse_groups,
@@ -288,7 +290,12 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
             file = Path(named).absolute() if isinstance(named, str | Path) else None
             self._control = Control(chain, self, file)
         else:
-            settings = MultiSettings(load_policy(vllm_config), vllm_config.cache_config.block_size)
+            settings = MultiSettings(
+                load_policy(vllm_config, kv_cache_config),
+                vllm_config.cache_config.block_size,
+                following=following(child_configs(vllm_config)),
+                as_computed=as_computed,
+            )
             listed = self._listed(vllm_config, role, kv_cache_config)
             MultiScheduler.__init__(self, *listed, settings)
 

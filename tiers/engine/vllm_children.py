@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-from spec.chain import LoadPolicy, name_clashes, resolve_names
+from spec.chain import LOAD_POLICIES, LoadPolicy, name_clashes, resolve_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+FOLLOWING = ("KVTiersConnector", "NixlConnector", "NixlPullConnector")
+LOADED_BY_ANOTHER: Any = b"loaded by another connector"
+"""Stands for the hash of a block in what one connector is shown; no cache ever has it."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +100,49 @@ def identity(vllm_config: VllmConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def load_policy(vllm_config: VllmConfig) -> LoadPolicy:
+def load_policy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LoadPolicy:
     """Which of the listed connectors serves: `load_policy` beside the list, else `first`. Raises
-    ValueError for a policy that divides requests: vLLM's connectors load all or nothing."""
+    ValueError for one that is unknown, or that this model can't have."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     policy = extra.get("load_policy", "first")
-    if policy == "first" or policy == "longest":
-        return cast(LoadPolicy, policy)
-    raise ValueError(
-        f"load_policy is {policy!r}; over a list of connectors it is first or longest. A chain "
-        "among them has its own, which may be any."
+    if policy not in LOAD_POLICIES:
+        raise ValueError(
+            f"load_policy is {policy!r}; over a list of connectors it is "
+            f"{', '.join(LOAD_POLICIES[:-1])} or {LOAD_POLICIES[-1]}"
+        )
+    groups = len(kv_cache_config.kv_cache_groups)
+    if policy == "stitched" and groups > 1:
+        raise ValueError(
+            f"load_policy is stitched, and this model has {groups} KV cache groups, of which vLLM "
+            "takes no report of single blocks that failed: write first or longest"
+        )
+    return cast(LoadPolicy, policy)
+
+
+def following(children: Sequence[ChildConfig]) -> frozenset[int]:
+    """The places of those that can load what is behind the prefix that others load: ours, NIXL's
+    that pulls, and any whose class says so (`loads_behind_others`)."""
+    return frozenset(
+        place
+        for place, child in enumerate(children)
+        if child.cls.__name__ in FOLLOWING or getattr(child.cls, "loads_behind_others", False)
+    )
+
+
+def as_computed(blocks: KVCacheBlocks, count: int) -> KVCacheBlocks:
+    """The same blocks, of which the first `count` look as found in the engine's own cache: its
+    connectors tell by that which blocks they are to load."""
+
+    def found(block: KVCacheBlock) -> KVCacheBlock:
+        block = copy.copy(block)
+        block.set_block_hash(LOADED_BY_ANOTHER)
+        return block
+
+    return KVCacheBlocks(
+        tuple(
+            [found(b) if i < count and b.block_hash is None else b for i, b in enumerate(group)]
+            for group in blocks.blocks
+        )
     )
 
 

@@ -80,6 +80,11 @@ def vllm_settings(chain: ChainSpec, row_bytes: int) -> dict[str, Any]:
             "the chain has on_reset: keep, but a reset ends the transfers of vLLM's "
             "OffloadingConnector; leave it out, or use KVTiersConnector"
         )
+    if chain.store == "computed":
+        raise ValueError(
+            "the chain has store: computed, but vLLM's OffloadingConnector stores all of a request "
+            "or its prompt; write store: all or store: prompt, or use KVTiersConnector"
+        )
     for tier in chain.tiers:
         refuse_settings(tier)
     store = {"type": "KVTiersStore", "module_path": __name__}

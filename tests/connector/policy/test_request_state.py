@@ -1,9 +1,18 @@
-"""WaitBudget: what a request has waited for all tiers together."""
+"""What a request has waited for all tiers together, and which of its blocks are not stored."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.clock import Clock
-from tiers.connector.policy.request_state import WaitBudget, lookup_seconds
+from tests.support.fake_requests import FakeRequest, first_step
+from tiers.connector.policy.request_state import (
+    NO_BLOCKS,
+    RequestTable,
+    WaitBudget,
+    lookup_seconds,
+)
+from tiers.contract.engine_info import EngineInfo
 
 
 def test_lookups_and_loads_of_all_tiers_count_together() -> None:
@@ -38,3 +47,39 @@ def test_a_short_wait_leaves_half_of_it_for_the_load() -> None:
 
 def test_whoever_waits_long_for_loads_waits_longer_for_lookups() -> None:
     assert lookup_seconds(100) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("before", "loads", "omitted"),
+    [
+        (0, NO_BLOCKS, ()),
+        (8, NO_BLOCKS, (range(2),)),
+        (39, NO_BLOCKS, (range(10),)),
+        (38, NO_BLOCKS, (range(9),)),
+        (8, range(2), ()),
+        (16, range(1, 3), (range(1), range(3, 4))),
+        (8, range(1, 5), (range(1),)),
+    ],
+    ids=[
+        "nothing was there",
+        "the engine's own, or from another connector",
+        "all, of which the last token is computed again",
+        "all but a token of a whole block",
+        "from tiers",
+        "own, tiers, another connector",
+        "tiers failed in the midst",
+    ],
+)
+def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
+    before: int, loads: range, omitted: tuple[range, ...]
+) -> None:
+    """Blocks of four tokens; of another request all are."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100), store="computed")
+    params = {"kvtiers": {"store": True}}
+    requests = FakeRequest(), FakeRequest("other", kv_transfer_params=params)
+    for request in requests:
+        request_state = table.of(request)
+        request_state.loads, request_state.tables = loads, ([*range(10)],)
+        table.begin_step(first_step(request.request_id, before, 1))
+    first, other = (table.of(request).omitted for request in requests)
+    assert (first, other) == (omitted, ())

@@ -177,12 +177,16 @@ def test_a_list_of_connectors_may_say_which_of_them_serves() -> None:
         made.kv_transfer_config.kv_connector_extra_config.update(extra)
         return made
 
+    one, two = (SimpleNamespace(kv_cache_groups=[None] * groups) for groups in (1, 2))
     assert configured_chain(config(load_policy="longest")) is None
-    assert load_policy(config()) == "first"
-    assert load_policy(config(load_policy="longest")) == "longest"
-    for wrong in ("stitched", "fastest", ["first"], None):
-        with pytest.raises(ValueError, match="first or longest"):
-            load_policy(config(load_policy=wrong))
+    assert load_policy(config(), two) == "first"
+    assert load_policy(config(load_policy="longest"), two) == "longest"
+    assert load_policy(config(load_policy="stitched"), one) == "stitched"
+    with pytest.raises(ValueError, match="2 KV cache groups"):
+        load_policy(config(load_policy="stitched"), two)
+    for wrong in ("fastest", ["first"], None):
+        with pytest.raises(ValueError, match="first, longest or stitched"):
+            load_policy(config(load_policy=wrong), one)
     with pytest.raises(ValueError, match="loads"):
         configured_chain(config(loads="longest"))
     with pytest.raises(ValueError, match="renamed: write load_policy"):
@@ -441,3 +445,31 @@ def test_listeners_hear_once_that_weights_changed() -> None:
     (event,) = connector.take_events()
     assert isinstance(event, AllBlocksCleared)
     assert list(connector.take_events()) == []
+
+
+def test_blocks_that_another_connector_loads_look_computed() -> None:
+    """To vLLM's connectors, which then load the others; the engine's own stay as they are."""
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from tiers.engine.vllm_children import as_computed
+
+    cached = KVCacheBlock(7)
+    cached.set_block_hash(b"found")
+    blocks = KVCacheBlocks(([cached, *map(KVCacheBlock, range(3))],))
+    seen = as_computed(blocks, 3)
+    assert seen.get_unhashed_block_ids_all_groups() == [[2]]
+    assert seen.get_block_ids() == blocks.get_block_ids() == ([7, 0, 1, 2],)
+    assert blocks.get_unhashed_block_ids_all_groups() == [[0, 1, 2]]
+
+
+def test_connectors_that_can_load_behind_others_are_known() -> None:
+    from tiers.engine.vllm_children import child_configs, following
+
+    listed = child_configs(config_of(EXAMPLE, OURS, {"kv_connector": "ExampleConnector"}))
+    assert following(listed) == {1}
+    listed[0].cls.loads_behind_others = True
+    try:
+        assert following(listed) == {0, 1, 2}
+    finally:
+        del listed[0].cls.loads_behind_others

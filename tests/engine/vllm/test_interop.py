@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.vllm.recipes import recipe
 from tests.engine.vllm.tiny_vllm import Run
 from tests.engine.vllm.vllm_chains import (
     COMPLETE,
@@ -26,16 +27,14 @@ def test_vllms_example_connector_is_a_child_of_ours(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
     """It loads within the step and knows whole prompts only; our tiers load beside the steps."""
-    example = {
-        "kv_connector": "ExampleConnector",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
-    }
     (tmp_path / "example").mkdir()
-    both = transfer("KVTiersConnector", [tiers(disk(tmp_path / "disk"), name="ours"), example])
+    spec = {"version": 1, "load_when": "always", "tiers": [disk(tmp_path / "disk")]}
+    both = recipe("Beside", chain=spec, shared_storage_path=str(tmp_path / "example"))
+    _, example = both["kv_connector_extra_config"]["connectors"]
     options: dict[str, Any] = {"async_scheduling": False, **IN_PROCESS}
     first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, **options)
     assert first.tokens == answers * 2
-    assert first.loaded() == {"ours/disk": COMPLETE}
+    assert first.loaded() == {"KVTiersConnector/disk": COMPLETE}
     assert len(list((tmp_path / "example").iterdir())) == 4, "it stored them too"
 
     alone = transfer("KVTiersConnector", [tiers(cpu(), name="ours"), example])

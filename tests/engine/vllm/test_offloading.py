@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spec.load import load_chain
+from tests.engine.vllm.recipes import recipe
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, GEMMA, Run, documents, hosted
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tiers.data.inspection import inspect_tier
@@ -205,6 +206,7 @@ NOWHERE = {"type": "disk", "capacity": "64MiB", "path": "/nowhere"}
         ({"warm": {}, "tiers": [CPU, NOWHERE]}, "the chain has warm, which vLLM's"),
         ({"report_cached_tokens": False}, "the chain has report_cached_tokens, which vLLM's"),
         ({"on_reset": "keep"}, "on_reset: keep"),
+        ({"store": "computed"}, "store: computed"),
         ({"tiers": [{**CPU, "store_threshold": 2}]}, "'cpu' has store_threshold"),
     ],
 )
@@ -252,19 +254,9 @@ def test_a_store_of_ours_under_vllms_own_spec(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
     """Beside vLLM's own tiers: by one entry of `secondary_tiers`."""
-    transfer = hosted()
-    transfer["kv_connector_extra_config"] = {
-        "spec_name": "OffloadingOnCpu",
-        "spec_module_path": "tests.engine.vllm.own_offloading",
-        "cpu_bytes_to_use": 3 << 20,
-        "secondary_tiers": [
-            {
-                "type": "KVTiersStore",
-                "module_path": "tiers.engine.vllm_offloading",
-                "store": disk(tmp_path),
-            }
-        ],
-    }
+    spec = {"spec_name": "OffloadingOnCpu", "cpu_bytes_to_use": 3 << 20}
+    transfer = recipe("Inside", 1, store=disk(tmp_path), **spec)
+    transfer["kv_connector_extra_config"]["spec_module_path"] = "tests.engine.vllm.own_offloading"
     run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
     assert (again.tokens, again.cached) == (answers, ALL)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.engine.vllm.recipes import recipe
+
 CHILD = Path(__file__).with_name("vllm_child.py")
 BLOCK_TOKENS = 32
 Batch = Sequence[tuple[Any, ...]]
@@ -138,18 +140,5 @@ def documents(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
     """The configuration of vLLM's own OffloadingConnector with a chain of ours."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVTiersOffloadingSpec",
-            "spec_module_path": "tiers.engine.vllm_offloading",
-            "chain": {
-                "version": 1,
-                "load_when": "always",
-                "staging": "3MiB",
-                "tiers": list(tiers),
-                **chain,
-            },
-        },
-    }
+    fixed = {"version": 1, "load_when": "always", "staging": "3MiB"}
+    return recipe("Inside", chain={**fixed, "tiers": list(tiers), **chain})

@@ -3,7 +3,8 @@ results to a file, its exit status as a line on stdout.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
 request is `[prompt_token_ids, max_tokens]` and perhaps more, see `Request`), `result` and
-`log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
+`log` (files to write), `env`, and perhaps `serves` (a socket on which the engine is then asked, in
+place of batches; see `serve`), `path` (folders with more modules), `abort` (how many
 requests of each batch are aborted, at random moments), `preempt` (each batch is one request: after
 how many tokens of its answer it is preempted, and the engine's own cache emptied), `before` (for
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
@@ -27,6 +28,7 @@ import json
 import multiprocessing
 import os
 import random
+import socket
 import sys
 import time
 import zlib
@@ -86,10 +88,41 @@ def main() -> None:
                 os.dup2(log, stream.fileno())
             os.environ.update(job["env"])
             sys.path[:0] = job.get("path", [])
-            run(job)
+            serve(job) if "serves" in job else run(job)
             return
+        if "serves" in job:
+            print(process, file=answers, flush=True)
+            continue
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         print(status, file=answers, flush=True)
+
+
+def serve(job: dict[str, Any]) -> None:
+    """Answer one test until that ends: each question is a line of JSON, as each answer is.
+
+    `ask`: a request, as of a batch. `settle`: let stores end. `metrics`: the tiers' counters, and
+    `total` of others by name.
+    """
+    from vllm import LLM
+
+    llm = LLM(**job["engine"])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(job["serves"])
+        listener.listen()
+        (test, _) = listener.accept()
+    with test, test.makefile("rw") as lines:
+        for line in lines:
+            print(json.dumps(answered(llm, json.loads(line))), file=lines, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def answered(llm: Any, question: dict[str, Any]) -> Any:
+    if "ask" in question:
+        one = question["ask"]
+        return shown(llm.generate([prompt(*one)], [params(*one)], use_tqdm=False)[0])
+    settle(llm)
+    names = question.get("total", ())
+    return {"tiers": counters(llm), "total": {name: total(llm, name) for name in names}}
 
 
 def run(job: dict[str, Any]) -> None:

@@ -183,6 +183,9 @@ def test_a_prompt_larger_than_the_tier_leaves_its_head(
         ({"store": "prompt"}, None, 3),
         ({"store": "prompt"}, True, 6),
         ({"store": "prompt"}, False, 0),
+        ({"store": "prompt"}, "computed", 6),
+        ({"store": "computed"}, None, 6),
+        ({"store": "computed"}, "prompt", 3),
     ],
 )
 def test_answers_are_stored_unless_the_chain_or_the_request_says_prompt(
@@ -199,6 +202,32 @@ def test_answers_are_stored_unless_the_chain_or_the_request_says_prompt(
     made.settle()
     assert request.output == answer(MODEL, [*prompt], 3 * SIZE)
     assert held(made, request.tokens) == [True] * stored + [False] * (6 - stored)
+
+
+@pytest.mark.parametrize(("says", "stored"), [("computed", [False, True]), (True, [True, True])])
+def test_what_the_engine_only_found_in_its_own_cache_may_be_left_out(
+    engine: Callable[..., ReplayEngine], says: str | bool, stored: list[bool]
+) -> None:
+    """A whole block that nobody stored, then one more behind it."""
+    made = engine(chain_of(cpu(BLOCKS)), num_blocks=24)
+    made.generate([*range(SIZE + 1)], 1, kv_transfer_params={"kvtiers": {"store": False}})
+    made.generate([*range(2 * SIZE)], 1, kv_transfer_params={"kvtiers": {"store": says}})
+    made.settle()
+    assert held(made, range(2 * SIZE)) == stored
+
+
+def test_what_a_tier_loads_is_promoted_where_only_computed_blocks_are_stored(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    chain = chain_of(cpu(4), disk(tmp_path), store="computed")
+    made = engine(chain, num_blocks=12)
+    tokens = store(made, range(4 * SIZE), 1)
+    others(made, 12)
+    assert measured(made, "loaded_tokens", "disk") == 0
+    stored = measured(made, "stored_blocks", "cpu")
+    assert store(made, tokens, 1) == tokens
+    assert measured(made, "loaded_tokens", "disk") >= 3 * SIZE
+    assert measured(made, "stored_blocks", "cpu") == stored + 4
 
 
 def test_all_ranks_parts_of_a_block_go_together(

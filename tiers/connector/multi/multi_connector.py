@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from tiers.contract.changes import ChangeOrder, ChangeReport
@@ -95,7 +95,8 @@ class MultiConnectorMetadata:
 
     `extra_async_saves`: requests that more than one child is saving, and how many more. `step`: the
     number under which the scheduler measures how long the step takes; None: it does not. `weights`:
-    orders for looks at the weights. `changes`: of the chain, which come before all else.
+    orders for looks at the weights. `changes`: of the chain, which come before all else. `pieces`:
+    requests that several connectors begin to load, and the paged blocks of each, by its place.
     """
 
     metadata: tuple[Any, ...]
@@ -103,6 +104,7 @@ class MultiConnectorMetadata:
     step: int | None = None
     weights: WeightOrders = WeightOrders()  # noqa: RUF009 - it is a constant
     changes: tuple[ChangeOrder, ...] = ()
+    pieces: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
 
 @dataclass

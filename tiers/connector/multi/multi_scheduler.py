@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,18 @@ from tiers.connector.multi.multi_connector import (
     merge_parameters,
 )
 from tiers.connector.policy.block_loader import BlockLoader, SharedLoad
-from tiers.connector.policy.choice import NO_LOAD, PENDING, Choice, clip, tokens_of_each
+from tiers.connector.policy.choice import (
+    NO_LOAD,
+    PENDING,
+    Choice,
+    clip,
+    places_of_pieces,
+    tokens_of_each,
+)
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.request_params import CACHED, KEY
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
@@ -57,7 +64,9 @@ class MultiSettings:
     seconds, never going back. `observers`: hear of every request.
     `explainer`: notes why each request is served as it is. `reports_cached`: whether responses have
     the tokens that tiers loaded. `rebuilder`: with which the chain changes while the engine runs;
-    None: it does not. `wake`: has an engine that idles make a step.
+    None: it does not. `wake`: has an engine that idles make a step. `following`: places of
+    connectors that can load what is behind the prefix that others load. `as_computed`: blocks of
+    which so many leading ones look computed, as these are shown them.
     """
 
     load_policy: LoadPolicy = "first"
@@ -70,6 +79,8 @@ class MultiSettings:
     reports_cached: bool = False
     rebuilder: Rebuilder | None = None
     wake: Callable[[], None] = lambda: None
+    following: Collection[int] = ()
+    as_computed: Callable[[Blocks, int], Blocks] = lambda blocks, _: blocks
 
 
 class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
@@ -105,7 +116,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             requests,
             self._comparison,
             LookupLatency(now),
+            settings.following,
         )
+        self._as_computed = settings.as_computed
+        self._in_pieces: list[RequestState] = []
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
@@ -184,24 +198,42 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 self._prompt_tokens += request.num_prompt_tokens
             loads = not choice.tokens or num_external_tokens > 0
             self._chooser.decided(request_state, choice if loads else NO_LOAD)
+            first = choice.computed // self._block_tokens
+            request_state.loads = range(first, first + num_external_tokens // self._block_tokens)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
-        if choice.child is not None and num_external_tokens:
-            if choice.is_async:
-                self._chooser.loads(request_state, choice.child)
-            else:
-                self.disable_store(request)
+        serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
+        if num_external_tokens and not choice.is_async:
+            self.disable_store(request)
+        for index in serving if num_external_tokens else ():
+            self._chooser.loads(request_state, index)
         if num_external_tokens and choice.tokens:
             request_state.wait_budget.loads()
             if self._sharing is not None:
                 self._sharing.begins(request_state, choice.computed, num_external_tokens)
         notes = self.explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
         shared = SharedLoad(len(shares), notes, self._now())
+        pieces = self._begin_pieces(request_state, num_external_tokens)
         for index, child in enumerate(self.children):
             if index in shares:
                 self._loaders[index].load_blocks(request_state, shares[index], shared)
             else:
-                tokens = num_external_tokens if index == choice.child else 0
-                child.update_state_after_alloc(request, blocks, tokens)
+                first, tokens = pieces.get(index, (0, serving.get(index, 0)))
+                seen = self._as_computed(blocks, first // self._block_tokens) if first else blocks
+                child.update_state_after_alloc(request, seen, tokens)
+
+    def _begin_pieces(self, request_state: RequestState, tokens: int) -> dict[int, tuple[int, int]]:
+        """Where each of several connectors begins to load, and how many tokens. Workers are told
+        of the paged blocks of each."""
+        pieces = places_of_pieces(request_state.choice, tokens)
+        if len(pieces) > 1:
+            (table,) = request_state.tables
+            size = self._block_tokens
+            self._in_pieces.append(request_state)
+            request_state.pieces = {
+                child: table[first // size : -(-(first + more) // size)]
+                for child, (first, more) in pieces.items()
+            }
+        return pieces
 
     def disable_store(self, request: Request) -> None:
         """None of our children stores it; others have no such member."""
@@ -235,12 +267,14 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         step = self._requests.begin_step(scheduler_output)
         self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
+        pieces = {one.request.request_id: one.pieces for one in self._in_pieces}
+        self._in_pieces.clear()
         is_changing = self._changes is not None and self._changes.is_busy
         changes = self._changes.step() if self._changes is not None and is_changing else ()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
         orders = self._agreement.orders(metadata)
-        return MultiConnectorMetadata(metadata, saves, number, orders, changes)
+        return MultiConnectorMetadata(metadata, saves, number, orders, changes, pieces)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and reports how long that took."""

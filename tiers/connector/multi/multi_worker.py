@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._watch = watch or Watch()
         self._chain_changes = None if parts is None else WorkerChanges(self, parts)
         self._hears_layers = any(map(_hears_layers, self.children))
-        self._saves_awaited: dict[str, int] = {}
-        self._loads_awaited: dict[str, int] = {}
+        self._saves_awaited: dict[str, Awaited] = {}
+        self._loads_awaited: dict[str, Awaited] = {}
+        self._failed_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.for_each(lambda child: child.register_kv_caches(kv_caches))
@@ -81,7 +83,8 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata), "another's orders"
         self._follow(connector_metadata)
-        self._saves_awaited.update(connector_metadata.extra_async_saves)
+        for request, more in connector_metadata.extra_async_saves.items():
+            self._saves_awaited[request] = Awaited(more + 1)
         self._watch.bind(connector_metadata.weights)
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
             child.bind_connector_metadata(orders)
@@ -103,7 +106,9 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._loads_awaited.update(_more_loads(getattr(self._metadata, "metadata", ())))
+        self._loads_awaited |= _loads_of_several(getattr(self._metadata, "metadata", ()))
+        for request, pieces in getattr(self._metadata, "pieces", {}).items():
+            self._loads_awaited[request] = Awaited(len(pieces), pieces)
         self.for_each(lambda child: child.start_load_kv(forward_context, **kwargs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -130,17 +135,26 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
     # -- ends --------------------------------------------------------------------------------
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
-        """Loads and saves that ended on every child that was loading, or saving."""
+        """Loads and saves that ended on every child that was loading, or saving.
+
+        A request of which one child failed its piece has not failed: only the blocks of that piece
+        have, which `get_block_ids_with_load_errors` reports in the same step.
+        """
         whole = TransferResults()
-        for child in self.children:
+        for place, child in enumerate(self.children):
             results = _transfer_results(child, finished_req_ids)
-            whole.failed_recving |= results.failed_recving
+            for request in results.failed_recving:
+                load = self._loads_awaited.get(request, ALONE)
+                self._failed_blocks.update(load.pieces.get(place, ()))
+                if place not in load.pieces:
+                    whole.failed_recving.add(request)
             whole.finished_recving |= _last(self._loads_awaited, results.finished_recving)
             whole.finished_sending |= _last(self._saves_awaited, results.finished_sending)
         return whole
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set().union(*(c.get_block_ids_with_load_errors() for c in self.children))
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed.union(*(c.get_block_ids_with_load_errors() for c in self.children))
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """What every child finished, and what was seen of the weights; None: nothing, and the step
@@ -178,20 +192,34 @@ def _hears_layers(child: WorkerConnector) -> bool:
     return any(getattr(call, "__func__", None) not in does_nothing for call in calls)
 
 
-def _more_loads(orders: Iterable[Any]) -> dict[str, int]:
-    """Requests that more than one tier begins to load, and how many more."""
+@dataclass
+class Awaited:
+    """A request's loads, or saves, by several children: how many are `left`, and the paged blocks
+    that each loads, by its place, where it is a connector of the engine."""
+
+    left: int = 1
+    pieces: Mapping[int, list[int]] = field(default_factory=dict)
+
+
+ALONE = Awaited()
+"""That of a request that no two children load, or tiers that report blocks themselves."""
+
+
+def _loads_of_several(orders: Iterable[Any]) -> dict[str, Awaited]:
+    """Requests that more than one tier begins to load."""
     tiers = [tier for tier in orders if isinstance(tier, OffloadingConnectorMetadata)]
     loading = Counter(job.request_id for tier in tiers for job in tier.reqs_to_load)
-    return {request_id: jobs - 1 for request_id, jobs in loading.items() if jobs > 1}
+    return {request_id: Awaited(jobs) for request_id, jobs in loading.items() if jobs > 1}
 
 
-def _last(more: dict[str, int], ended: set[str]) -> set[str]:
+def _last(awaited: dict[str, Awaited], ended: set[str]) -> set[str]:
     """Of requests that one child has ended, those for which no more children are awaited."""
-    last = {request for request in ended if request not in more}
+    last = {request for request in ended if request not in awaited}
     for request in ended - last:
-        more[request] -= 1
-        if more[request] == 0:
-            del more[request]
+        awaited[request].left -= 1
+        if awaited[request].left == 0:
+            del awaited[request]
+            last.add(request)
     return last
 
 

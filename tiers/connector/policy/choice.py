@@ -30,10 +30,11 @@ class Choice(NamedTuple):
     """The child that serves, how many tokens, and whether beside the steps.
 
     `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
-    do, each its `shares`. `probed`: the child that loads only to be measured. `passed`: children
-    skipped because computing, or loading from others, is faster. `seconds`:
-    until the end of the prompt, where that is estimated. `within`: seconds after which the load is
-    ended. `computed`: tokens that precede those of the choice.
+    do, each its `shares` or its piece. `pieces`: of a prefix that connectors load one behind the
+    other, each with its tokens, in whole blocks but for the last. `probed`: the child that loads
+    only to be measured. `passed`: children skipped because computing, or loading from others, is
+    faster. `seconds`: until the end of the prompt, where that is estimated. `within`: seconds after
+    which the load is ended. `computed`: tokens that precede those of the choice.
     """
 
     child: int | None
@@ -45,6 +46,7 @@ class Choice(NamedTuple):
     seconds: float = 0.0
     within: float = math.inf
     computed: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()
 
 
 NO_LOAD = Choice(None, 0, False)
@@ -211,5 +213,20 @@ def tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, 
     """How many of the first `tokens` of a choice each serving child loads, by its place."""
     if choice.child is not None:
         return {choice.child: tokens}
+    if choice.pieces:
+        return {i: tokens for i, (_, tokens) in places_of_pieces(choice, tokens).items()}
     shares = clip(choice.shares or {}, tokens // block_tokens)
     return {i: sum(map(len, parts)) * block_tokens for i, parts in shares.items()}
+
+
+def places_of_pieces(choice: Choice, tokens: int) -> dict[int, tuple[int, int]]:
+    """Where each child's piece of the first `tokens` of a choice begins in the request, and how
+    many tokens it has."""
+    places = {}
+    first = choice.computed
+    for child, whole in choice.pieces:
+        piece = min(whole, tokens)
+        if piece > 0:
+            places[child] = first, piece
+        first, tokens = first + piece, tokens - piece
+    return places

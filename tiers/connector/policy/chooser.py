@@ -52,6 +52,10 @@ class _Question(NamedTuple):
     waits: bool
     but: Collection[int] = ()
 
+    def behind(self, tokens: int) -> _Question:
+        """The same, where so many tokens more are there."""
+        return self._replace(computed=self.computed + tokens, loadable=self.loadable - tokens)
+
 
 class _Plan(NamedTuple):
     """What the policy would load; see `tiers.loading.comparison.Plan`."""
@@ -78,9 +82,12 @@ class Chooser:
     planned again without tiers that would be later.
 
     A child that is no `BlockLoader` (another connector of the engine) loads the whole prefix it
-    reports or nothing. So it never shares a request: `stitched` gives it one alone where it has
-    more than our tiers are to load, and one with more than `max_load_tokens` does not serve. Nor is
-    it known how long its loads take: they are not compared with computing.
+    reports or nothing. So it never shares a request with tiers: `stitched` gives it one alone where
+    it has more than our tiers are to load, and one with more than `max_load_tokens` does not serve.
+    Nor is it known how long its loads take: they are not compared with computing.
+
+    Of connectors alone, some can load what is behind the prefix that others load (`following`, by
+    their places): `stitched` asks these as if that prefix were computed.
     """
 
     def __init__(
@@ -91,19 +98,21 @@ class Chooser:
         requests: RequestTable,
         comparison: Comparison,
         waits: LookupLatency,
+        following: Collection[int] = (),
     ) -> None:
         """`comparison`: of all children that are measured. `waits`: of their lookups."""
+        self._following = following
         self._children = tuple(zip(names, children, strict=True))
         self._comparison = comparison
         self._waits = waits
         self._order: tuple[int, ...] = tuple(range(len(self._children)))
         """The places of the children that may load, in load priority."""
+        self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
         self.use_policy(load)
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
         self._dropped = int(requests.engine.drops_last)
-        self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
         self._waiting = 0
         # Connectors of the engine; ours, and chains of ours, know what they failed to load.
         self._foreign = {
@@ -115,7 +124,8 @@ class Chooser:
     # -- changes of the chain ----------------------------------------------------------------
 
     def use_policy(self, load: LoadPolicy) -> None:
-        self._apply_policy = self._stitch if load == "stitched" else self._one_child
+        stitches = self._stitch if self._loaders else self._piecewise
+        self._apply_policy = stitches if load == "stitched" else self._one_child
         self._takes_first = load == "first"
         self._shares = load == "stitched"
 
@@ -150,9 +160,9 @@ class Chooser:
         reset their state of the request in this call; without it they would store from blocks that
         the engine has freed.
         """
-        if request_state.foreign_loader is not None and not request_state.computed:
-            request_state.failed.add(request_state.foreign_loader)
-        request_state.foreign_loader = None
+        if not request_state.computed:
+            request_state.failed |= request_state.foreign_loaders
+        request_state.foreign_loaders.clear()
         request_state.prompt_tokens = request_state.request.num_tokens
         question = self._question(request_state, num_computed_tokens, notes)
         choice = NO_LOAD
@@ -207,7 +217,7 @@ class Chooser:
         of the engine, which learns of no failure, would report the same tokens for ever.
         """
         if child in self._foreign:
-            request_state.foreign_loader = child
+            request_state.foreign_loaders.add(child)
 
     # -- comparing ---------------------------------------------------------------------------
 
@@ -306,6 +316,32 @@ class Chooser:
         if len(loaders) > 1:
             plan = self._comparison.shared(coverage, plan, share)
         return plan.choice if tokens else NO_LOAD
+
+    def _piecewise(self, question: _Question) -> Choice:
+        """Each child in turn has what is behind the prefix so far, if it can; or one that can't
+        has all, where that is more. Nobody follows one that ends within a block."""
+        pieces: list[tuple[int, int]] = []
+        tokens, alone = 0, NO_LOAD
+        for index in self._order:
+            if tokens >= question.loadable:
+                break
+            if not self._may_load(index, question):
+                continue
+            follows = index in self._following and not tokens % self._block_tokens
+            before = tokens if follows else 0
+            found, is_async = self._ask(index, question.behind(before))
+            if found is None:
+                return PENDING
+            if found and is_async and before == tokens:
+                pieces.append((index, found))
+                tokens += found
+            elif not before and found > (alone.tokens or 0):
+                alone = Choice(index, found, is_async)
+        if (alone.tokens or 0) > tokens:
+            return alone
+        if len(pieces) > 1:
+            return Choice(None, tokens, True, pieces=tuple(pieces))
+        return Choice(*pieces[0], True) if pieces else NO_LOAD
 
     def _stitched(self, found: Stitch, tokens: int) -> _Plan:
         shares = clip(found.shares, tokens // self._block_tokens)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from spec.chain import StoreScope
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.contract.protocols import Request
 
@@ -143,11 +144,18 @@ class RequestLimits(BaseModel):
     tiers: Annotated[tuple[str, ...] | None, Field(strict=False)] = Field(
         default=None, description="Load from these tiers only; a name no tier has matches none."
     )
-    store: Literal["prompt"] | bool | None = Field(
+    store: Literal["prompt", "computed"] | bool | None = Field(
         default=None,
         description="Whether the request's blocks are stored: true, all of them; prompt, those of "
-        "its prompt; false, none. Left out: as the chain says.",
+        "its prompt; computed, those that the engine computes; false, none. Left out: as the chain "
+        "says.",
     )
+
+    def scope(self, of_chain: StoreScope) -> StoreScope:
+        """What may be stored of the request, where its chain says that."""
+        if isinstance(self.store, str):
+            return self.store
+        return of_chain if self.store is None else "all"
 
     def may_load(self, tier: str) -> bool:
         """Whether any block may come from a tier."""

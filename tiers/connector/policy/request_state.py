@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from spec.chain import StoreScope
 from tiers.connector.policy.choice import NO_LOAD, Choice
 from tiers.connector.policy.request_params import (
     NO_HINTS,
@@ -31,20 +32,25 @@ from tiers.contract.protocols import (
 )
 from tiers.contract.stats import CHAIN
 
+NO_BLOCKS = range(0)
+
 
 @dataclass(eq=False)
 class RequestState:
     """What a chain knows of one request until that has finished.
 
-    `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored; `prompt_only`:
-    without those of its answer. `hints`: on its prompt's blocks. `keys`: of all parts
-    of its full blocks, as far as they are made, block by block. `tables`: its blocks in the paged
-    KV, per KV cache group. `computed`: tokens computed once every scheduled step has run; 0 while
-    it may be loading. `is_outdated`: a reset came after some of its blocks were computed.
+    `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
+    which of them. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
+    neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
+    `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
+    all parts of its full blocks, as far as they are made, block by block. `tables`: its
+    blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
+    step has run; 0 while it may be loading. `is_outdated`: a reset came after some of its blocks
+    were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, valid while `versions` are unchanged.
-    `foreign_loader`: the engine's own connector that loads all of it; `failed`: those that left it
+    `foreign_loaders`: the engine's own connectors that load it; `failed`: those that left it
     nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`:
     see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself. `cached`: tokens of its
     prompt that each tier loaded.
@@ -56,7 +62,10 @@ class RequestState:
     media: MediaMark
     wait_budget: WaitBudget
     may_store: bool
-    prompt_only: bool
+    scope: StoreScope
+    loads: range = NO_BLOCKS
+    pieces: dict[int, list[int]] = field(default_factory=dict)
+    omitted: tuple[range, ...] = ()
     hints: Hints = NO_HINTS
     keys: list[bytes] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()
@@ -67,7 +76,7 @@ class RequestState:
     held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     is_undecided: bool = False
     has_begun: bool = False
-    foreign_loader: int | None = None
+    foreign_loaders: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     load: Sequence[bytes] = ()
     awaits: RequestState | None = None
@@ -129,12 +138,12 @@ class RequestTable:
         now: Callable[[], float] = time.monotonic,
         *,
         max_wait: float = math.inf,
-        prompt_only: bool = False,
+        store: StoreScope = "all",
         tenants: TenantCounts | None = None,
     ) -> None:
         """`generation`: of the keys. `now`: seconds, never going back. `max_wait`: seconds that a
-        request may wait for all tiers. `prompt_only`: of requests without a limit, only the prompts
-        are stored. `tenants`: counts what each gets of the tiers."""
+        request may wait for all tiers. `store`: what is stored of requests without a limit.
+        `tenants`: counts what each gets of the tiers."""
         self.engine = engine
         self.tenants = tenants or TenantCounts()
         self.generation = generation or Generation()
@@ -145,7 +154,7 @@ class RequestTable:
         self._media_late = 0
         self._now = now
         self._max_wait = max_wait
-        self._prompt_only = prompt_only
+        self._store = store
         self._states: dict[str, RequestState] = {}
         self._unmarked: dict[str, WaitBudget] = {}
         """Of requests whose media are waited for."""
@@ -158,9 +167,9 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._states)
 
-    def retune(self, max_wait: float, prompt_only: bool) -> None:
+    def retune(self, max_wait: float, store: StoreScope) -> None:
         """Requests that come from now on may wait so long, and store that."""
-        self._max_wait, self._prompt_only = max_wait, prompt_only
+        self._max_wait, self._store = max_wait, store
 
     def get(self, request: Request) -> RequestState | None:
         return self._states.get(request.request_id)
@@ -201,8 +210,7 @@ class RequestTable:
                 self.engine.media.of(request),
                 budget,
                 may_store=limits.store is not False,
-                prompt_only=limits.store == "prompt"
-                or (self._prompt_only and limits.store is None),
+                scope=limits.scope(self._store),
                 hints=self._hints.read(request),
             )
         return request_state
@@ -327,12 +335,23 @@ class RequestTable:
     ) -> None:
         request_state.computed = after
         self.step.overwritten.update(self.groups.written(request_state.tables, before))
+        if is_new and request_state.scope == "computed":
+            request_state.omitted = self._not_computed(request_state, before)
         if self._computed_since is not None:
             self._note_older(request_state, before, begins=is_new or is_resumed)
         complete = self._complete(request_state, after)
         self.step.scheduled.append(
             Scheduled(request_state, before, after, complete, is_new, states)
         )
+
+    def _not_computed(self, request_state: RequestState, before: int) -> tuple[range, ...]:
+        """The leading blocks of a request that begins with `before` tokens, but those that tiers
+        have loaded."""
+        # Of a prompt that was loaded whole the engine computes the last token once more.
+        stop = (before + 1) // self.engine.block_tokens
+        loads = request_state.loads
+        parts = (range(min(loads.start, stop)), range(loads.stop, stop))
+        return tuple(filter(None, parts))
 
     def _note_older(self, request_state: RequestState, before: int, begins: bool) -> None:
         """Note what a step computes since the weights changed, and a request that begins with
@@ -345,7 +364,7 @@ class RequestTable:
         self._computed_since |= written
 
     def _complete(self, request_state: RequestState, after: int) -> int:
-        if request_state.prompt_only:
+        if request_state.scope == "prompt":
             after = min(after, request_state.request.num_prompt_tokens)
         known = min(self._full(request_state), after // self.engine.block_tokens)
         return min(known, self.groups.blocks_in(request_state.tables))

@@ -47,12 +47,26 @@ class Offers(NamedTuple):
         safe = [row for row in zip(*self, strict=True) if row[2] not in overwritten]
         return Offers(*zip(*safe, strict=True)) if safe else NO_OFFERS
 
+    def outside(self, omitted: Sequence[range], size: int) -> Offers:
+        """Those in none of these blocks, of `size` parts each."""
+        if not any(size * blocks.stop > self.numbers[0] for blocks in omitted):
+            return self  # as of nearly all steps
+        rows = zip(*self, strict=True)
+        kept = [row for row in rows if not any(row[0] // size in blocks for blocks in omitted)]
+        return Offers(*zip(*kept, strict=True)) if kept else NO_OFFERS
+
 
 NO_OFFERS = Offers((), (), ())
 
 
 def new_offers(requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled) -> Offers:
-    """All parts of the blocks that are complete and were not offered yet."""
+    """All parts of the blocks that are complete, were not offered yet, and may be stored."""
+    offers = _complete(requests, tier_request, scheduled)
+    omitted = scheduled.request_state.omitted
+    return offers.outside(omitted, len(requests.groups)) if omitted and offers.keys else offers
+
+
+def _complete(requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled) -> Offers:
     request_state, before, last = scheduled.request_state, scheduled.before, scheduled.complete
     first = tier_request.offered
     if last <= first:  # most steps of an answer complete no block

@@ -66,6 +66,6 @@ class SimChain:
             spec.promote,
             spec.max_wait,
             spec.staging,
-            spec.store == "all",
+            spec.store != "prompt",
             spec.load_when,
         )

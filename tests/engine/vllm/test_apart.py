@@ -1,0 +1,173 @@
+"""Prefill and decode apart, with tiers on both nodes: the same tokens as of one engine alone, and
+each block is stored once, where it is computed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.vllm.apart import ASKS_TO_PREFILL, Apart, Node
+from tests.engine.vllm.recipes import recipe
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
+from tests.engine.vllm.vllm_chains import IN_PROCESS, disk
+from tests.support.damage import damage_blocks
+from tests.support.servers import RedisServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.faults]
+
+pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install nixl==1.5.1")
+
+SAID = 200
+"""Tokens that a user says in a turn; not whole blocks."""
+ANSWER = 40
+TURN = SAID + ANSWER
+HITS = "vllm:prefix_cache_hits"
+EXTERNAL = "vllm:external_prefix_cache_hits"
+USAGE = "vllm:kv_cache_usage_perc"
+
+Turns = list[tuple[list[int], list[int]]]
+"""Prompt and answer of each."""
+Start = Callable[..., Apart]
+
+
+@pytest.fixture
+def start(vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start a prefill and a decode node with paged KV of so many blocks, and a KV transfer
+    config of each."""
+    nodes: list[Node] = []
+
+    def both(blocks: tuple[int, int], *configs: dict[str, Any]) -> Apart:
+        for role, size, config in zip(("prefill", "decode"), blocks, configs, strict=True):
+            tokens = min(1024, (min(blocks) - 1) * BLOCK_TOKENS)
+            nodes.append(Node(vllm_jobs, tiny_llama, tmp_path / role, config, size, tokens))
+        return Apart(*nodes)
+
+    yield both
+    for node in nodes:
+        node.kill()
+
+
+def apart(tier: dict[str, Any], store: str = "computed") -> dict[str, Any]:
+    """As the page has it, over one tier, and with KV in host memory."""
+    chain = {"version": 1, "store": store, "load_when": "always"}
+    config = recipe("Apart", chain={**chain, "staging": "64MiB", "tiers": [tier]})
+    config["kv_connector_extra_config"]["connectors"][1]["kv_buffer_device"] = "cpu"
+    return config
+
+
+def conversations(pair: Apart, turns: int) -> Turns:
+    """The turns of two conversations that take turns themselves."""
+    spoken: list[list[int]] = [[], []]
+    said = []
+    for turn in range(turns):
+        for number, before in enumerate(spoken):
+            said.append(asked(pair, before, turn * 2 + number))
+            spoken[number] = spoken_by(said[-1])
+    return said
+
+
+def asked(pair: Apart, before: list[int], seed: int) -> tuple[list[int], list[int]]:
+    """Say something new after this."""
+    prompt = before + documents(1, SAID, seed)[0]
+    answer = pair.ask(prompt, ANSWER)["tokens"]
+    for node in pair.nodes:
+        node.measured()
+    return prompt, answer
+
+
+def spoken_by(turn: tuple[list[int], list[int]]) -> list[int]:
+    prompt, answer = turn
+    return prompt + answer
+
+
+def full(tokens: int) -> int:
+    """Blocks that are full of computed tokens; the last one is only sampled."""
+    return (tokens - 1) // BLOCK_TOKENS
+
+
+def is_as_of_one_engine(run_vllm: Callable[..., Run], turns: Turns) -> bool:
+    prompts = [[(prompt, ANSWER)] for prompt, _ in turns]
+    run = run_vllm(prompts, num_gpu_blocks_override=64, **IN_PROCESS)
+    return [answer for _, answer in turns] == [batch[0] for batch in run.tokens]
+
+
+def test_what_one_node_computes_the_other_finds_in_the_next_turn(
+    start: Start, shared_server: RedisServer, tmp_path: Path, run_vllm: Callable[..., Run]
+) -> None:
+    """The prefill node's own cache is too small for both conversations."""
+    tier = {"type": "redis", "url": shared_server.url, "timeout": "30s"}
+    config = apart({**tier, "key_prefix": str(tmp_path)})
+    extra = config["kv_connector_extra_config"]
+    extra |= {"load_policy": "first", "connectors": extra["connectors"][::-1]}
+    pair = start((36, 64), config, config)
+    turns = conversations(pair, 4)
+    assert is_as_of_one_engine(run_vllm, turns)
+
+    prefill, decode = (node.measured(HITS, EXTERNAL, USAGE) for node in pair.nodes)
+    ends = [*accumulate([TURN] * 4)]
+    found = prefill["total"][HITS] + prefill["total"][EXTERNAL]
+    assert found == 2 * BLOCK_TOKENS * sum(map(full, ends[:-1])), "answers, too"
+    assert prefill["tiers"]["ours/redis"]["loaded_tokens"] == prefill["total"][EXTERNAL] > 0
+    stored = [node["tiers"]["ours/redis"]["stored_blocks"] for node in (prefill, decode)]
+    assert sum(stored) == 2 * full(ends[-1]), "each block once"
+    assert all(stored)
+    assert decode["tiers"]["ours/redis"]["loaded_tokens"] == 0
+    pulled = decode["total"][HITS] + decode["total"][EXTERNAL]
+    assert pulled == sum(len(prompt) for prompt, _ in turns), "all of each prompt"
+    # What NIXL kept for the other node is free again.
+    assert [node["total"][USAGE] for node in (prefill, decode)] == [0, 0]
+
+
+@pytest.mark.fault
+def test_the_decode_node_has_what_was_said_from_tiers_and_pulls_just_the_rest(
+    start: Start, tmp_path: Path, run_vllm: Callable[..., Run]
+) -> None:
+    """Each node has tiers of its own. Where either fails, that is computed."""
+    own = [apart(disk(tmp_path / role), store="all") for role in ("prefill", "decode")]
+    pair = start((26, 26), *own)
+    turns = conversations(pair, 3)
+    decode = pair.decode.measured(HITS, EXTERNAL)
+    assert loaded(decode) >= BLOCK_TOKENS * full(TURN)
+    assert loaded(decode) < decode["total"][EXTERNAL], "the rest was pulled"
+    assert decode["total"][HITS] + decode["total"][EXTERNAL] == sum(len(p) for p, _ in turns)
+    assert decode["tiers"]["ours/disk"].get("load_failures", 0) == 0
+
+    prompt = spoken_by(turns[0]) + documents(1, SAID, 100)[0]
+    first = pair.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+    assert damage_blocks(tmp_path / "decode", lambda key: True)
+    turns.append((prompt, pair.decode.ask(prompt, ANSWER, first["params"])["tokens"]))
+    damaged = pair.decode.measured(HITS)
+    assert damaged["tiers"]["ours/disk"]["load_failures"] > 0
+    own_cache = damaged["total"][HITS] - decode["total"][HITS]
+    assert recovered(pair.decode) == [len(prompt) - own_cache], "it needs what failed"
+
+    turns.append(asked(pair, [], 103))
+    filler = documents(1, 700, 101)[0]
+    turns.append((filler, pair.decode.ask(filler, ANSWER, {})["tokens"]))
+    prompt = spoken_by(turns[-2]) + documents(1, SAID, 102)[0]
+    known = BLOCK_TOKENS * full(len(prompt) - SAID)
+    first = pair.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+    before = pair.decode.measured(HITS)
+    pair.prefill.kill()
+    turns.append((prompt, pair.decode.ask(prompt, ANSWER, first["params"])["tokens"]))
+    after = pair.decode.measured(HITS)
+    own_cache = after["total"][HITS] - before["total"][HITS]
+    assert loaded(after) - loaded(before) == known - own_cache > 0
+    assert recovered(pair.decode)[1:] == [len(prompt) - known], "what tiers had stays"
+    assert is_as_of_one_engine(run_vllm, turns)
+
+
+def loaded(measured: dict[str, Any]) -> float:
+    return float(measured["tiers"]["ours/disk"]["loaded_tokens"])
+
+
+def recovered(node: Node) -> list[int]:
+    """Tokens of each load that failed, by what vLLM says of it."""
+    said = re.findall(r"rescheduled \((\d+) tokens affected\)", node.log.read_text())
+    return [int(tokens) for tokens in said]
