@@ -33,6 +33,16 @@ def passed_on(*actions: Any, **more: Any) -> Any:
     return request
 
 
+def routed(*actions: Any, **more: Any) -> Any:
+    """A request with the envelope that Dynamo's router makes, as its engine gets it."""
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [*actions]}
+    return FakeRequest(kv_transfer_params={"kv_hint": envelope, **more})
+
+
+def routed_action(name: Any, payload: Any, version: Any = "1") -> dict[str, Any]:
+    return {**vars(action(name, payload, version))}
+
+
 def action(name: Any, payload: Any, version: Any = "1") -> Any:
     fields = {"action_type": name, "action_version": version, "payload": payload}
     return SimpleNamespace(action_id="a", **fields)
@@ -69,9 +79,12 @@ def test_a_request_that_says_nothing_has_no_hints(request_: Any) -> None:
         (ours({"demote": {}}), Hints(demote=Demote())),
         (passed_on(action("retain", {"ttl": 0.5})), Hints(Retain(ttl=0.5))),
         (passed_on(action("demote", {})), Hints(demote=Demote())),
+        (routed(routed_action("retain", {"ttl": 7})), Hints(Retain(ttl=7))),
+        (routed(routed_action("demote", {}), do_remote_prefill=True), Hints(demote=Demote())),
+        (routed(), NO_HINTS),
     ],
 )
-def test_hints_are_read_from_both_places(request_: Any, hints: Hints) -> None:
+def test_hints_are_read_from_all_places(request_: Any, hints: Hints) -> None:
     reader = HintReader()
     assert reader.read(request_) == hints
     assert not reader.ignored
@@ -81,6 +94,9 @@ def test_the_engines_envelope_counts_where_both_say_something() -> None:
     said = {"kvtiers": {"hints": {"retain": {"ttl": 5}}}}
     request = passed_on(action("retain", {"ttl": 6}), kv_transfer_params=said)
     assert HintReader().read(request) == Hints(Retain(ttl=6))
+    assert HintReader().read(routed(routed_action("retain", {"ttl": 6}), **said)).retain == Retain(
+        ttl=6
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,6 +125,11 @@ def test_the_engines_envelope_counts_where_both_say_something() -> None:
         (passed_on(action("kvcr.pin", {})), "kvcr.pin"),
         (passed_on(action([], {})), "use retain or demote"),
         (passed_on("odd"), "use retain or demote"),
+        (routed(routed_action("kv.fetch", {"block_hashes": [1]}, "1.0")), "list the connector"),
+        (routed(routed_action("retain", {"ttl": 1}, "1.0")), "version '1.0'"),
+        (routed("odd"), "use retain or demote"),
+        (FakeRequest(kv_transfer_params={"kv_hint": "odd"}), "kv_hint"),
+        (FakeRequest(kv_transfer_params={"kv_hint": {"actions": {}}}), "kv_hint"),
     ],
 )
 def test_what_is_malformed_or_unknown_is_ignored_counted_and_said(
@@ -142,8 +163,9 @@ def test_one_bad_hint_spoils_neither_the_others_nor_the_limits(
     [
         ours({str(number): {} for number in range(100_000)}),
         passed_on(*[action("pin", {})] * 100_000),
+        routed(*[routed_action("pin", {})] * 100_000),
     ],
-    ids=["ours", "passed on"],
+    ids=["ours", "passed on", "routed"],
 )
 def test_a_long_list_is_not_read_to_its_end(request_: Any) -> None:
     reader = HintReader()

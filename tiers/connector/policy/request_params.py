@@ -22,13 +22,18 @@ HINTS = "hints"
 CACHED = "cached_tokens"
 """The entry that a response has in it: tokens of the prompt that each tier loaded, by its name. A
 proxy may send a response's entries on as a request's."""
+KV_HINT = "kv_hint"
+"""The entry of `kv_transfer_params` in which Dynamo passes its envelope on to an engine."""
 VERSION = "1"
 """Of our actions, where an engine's envelope names one for each."""
 MAX_TTL = 86_400.0
 """Seconds: a day. A client that still wants the blocks then repeats its hint."""
 MAX_ACTIONS = 16
 """Actions that are read of one request; a longer list is nobody's plan."""
-INSTEAD = {"prefetch": "send the prompt with max_tokens 1, which loads and promotes its blocks"}
+INSTEAD = {
+    "prefetch": "send the prompt with max_tokens 1, which loads and promotes its blocks",
+    "kv.fetch": "tiers are looked up for each request; list the connector that fetches beside them",
+}
 """Actions that others know and a chain does not obey, and what has their effect."""
 
 
@@ -76,8 +81,8 @@ class HintReader:
         self._log = RepeatedLog(logger, "chain", "hints were ignored")
 
     def read(self, request: Request) -> Hints:
-        """The hints of a request: those in its `kv_transfer_params`, then those that the engine
-        passes on beside these; the last of an action counts."""
+        """The hints of a request: those in its `kv_transfer_params`, ours and then those of a
+        router, then those that the engine passes on beside these; the last of an action counts."""
         hints = NO_HINTS
         for number, action in enumerate(_actions(request)):
             found = "too many actions" if number >= MAX_ACTIONS else _read(*action)
@@ -89,23 +94,30 @@ class HintReader:
         return hints
 
 
-def entry_of(request: Request) -> Any:
-    """Our entry of a request's `kv_transfer_params`; None: there is none."""
+def entry_of(request: Request, key: str = KEY) -> Any:
+    """An entry of a request's `kv_transfer_params`, which is ours; None: there is none."""
     params = getattr(request, "kv_transfer_params", None)
-    return params.get(KEY) if isinstance(params, Mapping) else None
+    return params.get(key) if isinstance(params, Mapping) else None
 
 
 def _actions(request: Request) -> Iterator[tuple[object, object, object]]:
     """Name, payload and version of each action, as vLLM's API takes it; one more than is read at
     most."""
     entry, envelope = entry_of(request), getattr(request, "kv_hints", None)
-    if entry is None and envelope is None:  # as of nearly all requests
+    routed = entry_of(request, KV_HINT)
+    if entry is None and envelope is None and routed is None:  # as of nearly all requests
         return
     hints = entry.get(HINTS) if isinstance(entry, Mapping) else None
     if isinstance(hints, Mapping):
         yield from islice(((*item, VERSION) for item in hints.items()), MAX_ACTIONS + 1)
     elif hints is not None:
         yield HINTS, hints, VERSION
+    if isinstance(routed, Mapping) and isinstance(routed.get("actions"), list):
+        for one in islice(routed["actions"], MAX_ACTIONS + 1):
+            fields = one if isinstance(one, Mapping) else {}
+            yield fields.get("action_type"), fields.get("payload"), fields.get("action_version")
+    elif routed is not None:
+        yield KV_HINT, routed, VERSION
     # vLLM's KvHintsEnvelope (`vllm/v1/kv_hints/protocol.py`, since 0.32), not imported here.
     actions = getattr(envelope, "actions", None)
     for action in islice(actions if isinstance(actions, list | tuple) else (), MAX_ACTIONS + 1):
