@@ -160,6 +160,7 @@ ROOMS: dict[str, set[str]] = {
         "tuning/profiling",
         "explain",
         "control",
+        "testing",
     },
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble

@@ -17,16 +17,19 @@ from spec.errors import SpecError
 from tiers.cli.apply import apply
 from tiers.cli.bench import bench
 from tiers.cli.chain import config, schema, validate
+from tiers.cli.check import check
 from tiers.cli.curve import curve
 from tiers.cli.data import export, gc, import_, inspect, scrub, verify
 from tiers.cli.demo import demo
 from tiers.cli.doctor import doctor
 from tiers.cli.explain import explain
+from tiers.cli.new_tier import new_tier
 from tiers.cli.recommend import recommend
 from tiers.cli.replay import replay
 from tiers.cli.soak import soak
 from tiers.cli.status import status
 from tiers.cli.top import top
+from tiers.cli.try_ import try_
 from tiers.cli.tune import tune
 from tiers.errors import KVTiersError, TraceError
 
@@ -34,6 +37,7 @@ COMMANDS = (
     *(validate, config, schema, doctor, status, top, explain, apply),
     *(inspect, verify, scrub, export, import_, gc),
     *(demo, bench, soak, curve, replay, tune, recommend),
+    *(try_, check, new_tier),
 )
 
 app = typer.Typer(
@@ -45,7 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
+    app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
 
 
 def _version(wanted: bool) -> None:

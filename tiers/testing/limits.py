@@ -10,6 +10,10 @@ from functools import wraps
 from typing import Any
 
 
+class Endless(AssertionError):
+    """A call has not ended."""
+
+
 def limited(test: Callable[[Any], None]) -> Callable[[Any], None]:
     """The test, which fails after the seconds that its class gives one."""
 
@@ -21,7 +25,7 @@ def limited(test: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def within(seconds: float, call: Callable[[], None]) -> None:
-    """Call it on a thread of its own, and raise what it raises. Raises AssertionError, with the
+    """Call it on a thread of its own, and raise what it raises. Raises Endless, with the
     place where it is, if it has not returned after so many seconds; the thread is left behind."""
     raised: list[BaseException] = []
 
@@ -37,6 +41,6 @@ def within(seconds: float, call: Callable[[], None]) -> None:
     if thread.is_alive():
         frame = sys._current_frames().get(thread.ident or 0)
         place = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
-        raise AssertionError(f"it has not ended after {seconds:g} s; it is at\n{place}")
+        raise Endless(f"it has not ended after {seconds:g} s; it is at\n{place}")
     if raised:
         raise raised[0]

@@ -1,0 +1,107 @@
+"""`kvtiers check`: does a tier type keep the contract?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiers.cli.arguments import refused
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from spec.offloading import StoreSpec
+    from tiers.testing.check import Place
+
+MADE_UP = {"path": "", "capacity": "8MiB", "url": "redis://127.0.0.1"}
+"""What required keys of these names are, if they are not given; an empty one is a folder's path."""
+
+
+def check(
+    tier_type: Annotated[str, typer.Argument(metavar="TYPE", help="The tier type.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A key of the tier, as in the YAML."),
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one test may take.")] = 60.0,
+) -> None:
+    """Run the conformance kit on a tier type, in an empty place, and measure it.
+
+    Ends with status 1 if a test failed.
+
+    \b
+    kvtiers check disk --settings capacity=64MiB
+    """
+    import os
+    import sys
+    from collections import Counter
+    from contextlib import ExitStack
+    from tempfile import TemporaryDirectory
+
+    from tiers.errors import KVTiersError
+    from tiers.testing.check import bench, place_in
+    from tiers.testing.check import check as run_kit
+
+    fates: Counter[str] = Counter()
+    is_endless = False
+    with TemporaryDirectory(prefix="kvtiers-check-") as folder, ExitStack() as stack:
+        spec = _make(tier_type, settings or [], Path(folder))
+        try:
+            if tier_type == "redis":
+                served = _on_a_server(spec, Path(folder), stack)
+                place: Place = lambda _: served  # noqa: E731
+            else:
+                place = place_in(spec, Path(folder))
+            for result in run_kit(place, limit):
+                fates[result.fate] += 1
+                is_endless |= result.is_endless
+                why = f": {result.why}" if result.why else ""
+                typer.echo(f"{result.fate:7}  {result.test}{why}")
+            for line in bench(place("bench")):
+                typer.echo(line)
+        except KVTiersError as error:
+            raise refused(error, status=1) from None
+    typer.echo(", ".join(f"{count} {fate}" for fate, count in fates.items()))
+    if is_endless:  # its thread would keep this process from its end
+        sys.stdout.flush()
+        os._exit(1)
+    if fates["failed"]:
+        raise typer.Exit(1)
+
+
+def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
+    """The tier's spec, with made-up values for keys that must be there and are not."""
+    import yaml
+    from pydantic import ValidationError
+
+    from spec.errors import describe_error
+    from spec.offloading import StoreSpec
+    from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
+
+    given = dict(setting.partition("=")[::2] for setting in settings)
+    try:
+        fields = tier_class(tier_type).model_fields
+        needed = {key for key, field in fields.items() if field.is_required()}
+        made_up = {key: MADE_UP[key] or str(folder) for key in needed & MADE_UP.keys()}
+        written = {key: yaml.safe_load(value) for key, value in given.items()}
+        spec = make_tier(tier_type, {"type": tier_type, **made_up, **written})
+    except (UnknownTierType, BrokenTierType, ValidationError, yaml.YAMLError) as error:
+        raise refused(f"{tier_type}: {describe_error(error)}") from None
+    if not isinstance(spec, StoreSpec):
+        raise refused(f"{tier_type}: it keeps blocks in host memory; the kit tries stores")
+    return spec
+
+
+def _on_a_server(spec: StoreSpec, folder: Path, stack: ExitStack) -> StoreSpec:
+    """A Redis tier on a server that is started for it; the kit's blocks have keys of their own."""
+    from tiers.lab.server import Server
+
+    place = folder / "server"
+    place.mkdir()
+    server = Server(place, {})
+    stack.callback(server.kill)
+    moved: StoreSpec | None = spec.scratch(place)
+    assert moved is not None
+    return moved

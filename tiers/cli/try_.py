@@ -1,0 +1,47 @@
+"""`kvtiers try`: does a chain work here?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiers.cli.arguments import refused, table
+
+
+def try_(
+    chain_file: Annotated[Path, typer.Argument(metavar="CHAIN", help="The chain's YAML file.")],
+) -> None:
+    """See a chain work in a minute, without a model: in two processes, one after the other.
+
+    Its tiers are tried in empty places; where engines keep their blocks nothing changes. Ends with
+    status 1 if an answer was wrong.
+
+    \b
+    kvtiers try chain.yaml
+    """
+    import logging
+    from tempfile import TemporaryDirectory
+
+    from spec.load import load_chain
+    from spec.registry import stdout_to_stderr
+    from tiers.errors import KVTiersError
+    from tiers.lab.try_chain import try_chain
+
+    chain = load_chain(chain_file)
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        with TemporaryDirectory(prefix="kvtiers-try-") as folder, stdout_to_stderr():
+            first, second = try_chain(chain, Path(folder))
+    except KVTiersError as error:
+        raise refused(error, status=1) from None
+    rows = [("tier", "stored blocks", "tokens loaded again", "by another process")]
+    for name, stored in first.stored.items():
+        rows.append((name, str(stored), str(first.loaded[name]), str(second.loaded[name])))
+    for line in table(rows):
+        typer.echo(line)
+    wrong = first.wrong + second.wrong
+    typer.echo(f"{wrong} of {first.prompts + second.prompts} answers were wrong")
+    if wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,93 @@
+"""`kvtiers try`: two processes share blocks through a chain, without a model."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from spec.chain import ChainSpec
+from spec.offloading import HostSpec, OffloadingSpec
+from spec.registry import package_of
+from tiers.errors import KVTiersError
+from tiers.host.slot_memory import slot_stride
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.server import Server
+from tiers.remote.spec import RedisSpec
+
+MODEL = ReplayModel()
+PROMPTS = [list(range(start, start + 120)) for start in range(0, 1200, 200)]
+MOST = 64 << 20
+"""Bytes of a tier's capacity here, at most."""
+_HOST_SLOTS = 1024
+
+
+class Seen(NamedTuple):
+    """What one process saw of the chain: prompts and wrong answers, and by tier the blocks that it
+    stored and the tokens that it loaded."""
+
+    prompts: int
+    wrong: int
+    stored: Mapping[str, int]
+    loaded: Mapping[str, int]
+
+
+def try_chain(chain: ChainSpec, folder: Path) -> list[Seen]:
+    """Run the same prompts in two engines, one process after the other, over the chain's tiers in
+    empty places below `folder`; the first asks each twice. Raises KVTiersError for a tier that
+    can't be moved, or that needs a server which is not installed."""
+    with ExitStack() as stack:
+        tiers = tuple(_moved(tier, folder, stack) for tier in chain.tiers)
+        kept = chain.model_fields_set - {"tiers", "staging", "record", "explain", "ghosts", "warm"}
+        settings = chain.model_dump(mode="json", include=kept)
+        more = {"staging": _HOST_SLOTS * slot_stride(MODEL.payload_bytes), "load_when": "always"}
+        tried = ChainSpec.model_validate({**settings, **more, "tiers": tiers})
+        context = multiprocessing.get_context("spawn")
+        seen = []
+        for rounds in (2, 1):
+            with context.Pool(1) as process:
+                seen.append(process.apply(_run, (tried, rounds)))
+        return seen
+
+
+def _moved(tier: OffloadingSpec, folder: Path, stack: ExitStack) -> OffloadingSpec:
+    place = folder / tier.tier_name
+    place.mkdir()
+    if isinstance(tier, RedisSpec):
+        stack.callback(Server(place, {}).kill)
+    moved = tier.scratch(place)
+    if moved is None:
+        package = package_of(tier)
+        raise KVTiersError(
+            f"tier {tier.tier_name}: its type {tier.type}{f' of {package}' if package else ''} "
+            "does not say how it is moved (scratch), and would store where engines find theirs"
+        )
+    if isinstance(moved, HostSpec):
+        most = _HOST_SLOTS * slot_stride(MODEL.payload_bytes)
+        return moved.model_copy(update={"capacity": most})
+    if moved.capacity_bytes > MOST:
+        return moved.model_copy(update={"capacity": MOST})
+    return moved
+
+
+def _run(chain: ChainSpec, rounds: int) -> Seen:
+    engine = ReplayEngine(chain, MODEL, prefix_caching=False)
+    wrong = 0
+    try:
+        for _ in range(rounds):
+            for prompt in PROMPTS:
+                wrong += engine.generate(prompt, 4).output != answer(MODEL, prompt, 4)
+            engine.settle()
+    finally:
+        engine.close()
+    counted = {name: dict(values) for name, values in engine.stats.data.items()}
+    names = [tier.tier_name for tier in chain.tiers]
+
+    def by_tier(metric: str) -> dict[str, int]:
+        found = ((name, counted.get(name, {}).get(metric, 0)) for name in names)
+        return {name: int(value) for name, value in found if not isinstance(value, list)}
+
+    prompts = rounds * len(PROMPTS)
+    return Seen(prompts, wrong, by_tier("stored_blocks"), by_tier("loaded_tokens"))

@@ -1,0 +1,127 @@
+"""`kvtiers check`: the kit on a tier type, by its spec alone, and a small bench."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import SkipTest
+
+from spec.errors import describe_error
+from spec.offloading import StoreContext, StoreSpec
+from tiers.errors import KVTiersError
+from tiers.store import TierStore
+from tiers.testing.contract import StoreContract
+from tiers.testing.harness import Memory, make_key
+from tiers.testing.limits import Endless
+from tiers.testing.scale_tests import LOOKED_UP
+
+Place = Callable[[str], StoreSpec]
+"""Gives the tier in an empty place of this name."""
+
+_BATCHES = 4
+_BATCH = 64
+
+
+class Result(NamedTuple):
+    """What became of one test. `fate`: passed, skipped or failed; `why`: in a line."""
+
+    test: str
+    fate: str
+    why: str = ""
+    is_endless: bool = False
+
+
+class SpecKit(StoreContract):
+    """The kit of a store that its spec opens. What the spec does not say is not claimed."""
+
+    shared = True  # an engine's processes each open it
+
+    def __init__(self, spec: StoreSpec, limit_seconds: float) -> None:
+        self._spec = spec
+        self.verifies = spec.verifies and type(spec).medium is not StoreSpec.medium
+        self.limit_seconds = limit_seconds
+
+    def make_spec(self) -> StoreSpec:
+        return self._spec
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        store: TierStore = self._spec.open(StoreContext(payload_bytes))
+        return store
+
+    def test_the_spec_says_whether_it_verifies(self) -> None:
+        if self._spec.verifies and not self.verifies:
+            raise SkipTest("it says that it verifies and has no medium, so it gets our records")
+
+
+def check(place: Place, limit_seconds: float) -> Iterator[Result]:
+    """Run each test of the kit, in a place of its own; yields as they end."""
+    for name in (name for name in dir(SpecKit) if name.startswith("test_")):
+        yield _tried(name, lambda name=name: SpecKit(place(name), limit_seconds))  # type: ignore[misc]
+
+
+def _tried(name: str, make: Callable[[], SpecKit]) -> Result:
+    test = name.removeprefix("test_").replace("_", " ")
+    try:
+        getattr(make(), name)()
+    except SkipTest as skipped:
+        return Result(test, "skipped", str(skipped))
+    except Endless as error:
+        return Result(test, "failed", str(error), is_endless=True)
+    except AssertionError as error:
+        return Result(test, "failed", str(error) or "an answer is wrong")
+    except Exception as error:  # noqa: BLE001 - it is the plugin's, and is reported
+        return Result(test, "failed", describe_error(error))
+    return Result(test, "passed")
+
+
+def bench(spec: StoreSpec) -> Iterator[str]:
+    """Lines that say how fast the store in an empty place is, beside copies of the same bytes."""
+    size = StoreContract.payload_bytes
+    batches = [Memory([make_key() for _ in range(_BATCH)], size).fill() for _ in range(_BATCHES)]
+    copied = _rate(batches, lambda memory: memory.copy())
+    store = spec.open(StoreContext(size))
+    try:
+        stored = _rate(batches, lambda memory: store.put(memory.readonly()))
+        loaded = _rate(batches[-1:], lambda memory: store.get(memory.blocks))
+        keys = [make_key() for _ in range(LOOKED_UP)]
+        began = time.perf_counter()
+        store.has(keys)
+        seconds = time.perf_counter() - began
+    except KVTiersError as error:
+        yield f"no figures: {error}"
+        return
+    finally:
+        store.close()
+    yield f"of blocks of {size >> 10} KiB, {_BATCH} in a call; a copy in memory: {copied:.2f} GB/s"
+    yield f"put {stored:.3f} GB/s, {stored / copied:.3f} of that"
+    yield f"get {loaded:.3f} GB/s, {loaded / copied:.3f} of that"
+    yield f"has of {LOOKED_UP} keys {seconds * 1e3:.1f} ms"
+
+
+def _rate(batches: list[Memory], work: Callable[[Memory], object]) -> float:
+    """GB/s of the fastest batch."""
+    fastest = float("inf")
+    for memory in batches:
+        began = time.perf_counter()
+        work(memory)
+        fastest = min(fastest, time.perf_counter() - began)
+    return _BATCH * StoreContract.payload_bytes / fastest / 1e9
+
+
+def place_in(spec: StoreSpec, folder: Path) -> Place:
+    """Places of this tier in folders beneath one. Raises KVTiersError if it can't be moved."""
+
+    def place(name: str) -> StoreSpec:
+        own = folder / name
+        own.mkdir()
+        moved: StoreSpec | None = spec.scratch(own)
+        if moved is None:
+            raise KVTiersError(
+                f"type {spec.type} does not say how it is moved (scratch), and would be tried "
+                "where engines find their blocks: write scratch first"
+            )
+        return moved
+
+    return place
