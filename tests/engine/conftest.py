@@ -102,9 +102,8 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        extras = ("abort", "before", "is_async", "path", "preempt", "settled", "steps_in_flight")
-        extras += ("told", "warmed")
-        more = {name: options.pop(name) for name in extras if name in options}
+        extras = "abort before is_async path preempt settled steps_in_flight told warmed"
+        more = {name: options.pop(name) for name in extras.split() if name in options}
         control = options.pop("control", sockets)
         policy = options.pop("load_policy", "first")
         load_when = options.pop("load_when", "always")

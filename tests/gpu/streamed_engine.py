@@ -200,20 +200,20 @@ class StreamedEngine(ReplayEngine):
         self.host.now = self.clock
         early = runner.overwrites_early
         self.host.engine = replace(self.host.engine, overwrites_early=early)
-        self._in_flight: deque[tuple[Step, StepOutput]] = deque()
+        self._executing: deque[tuple[Step, StepOutput]] = deque()
 
     def step(self) -> bool:
         """Begin a step, and end the one before it that is not to be in flight any more."""
         step = self.scheduler.plan()
         self.scheduler.give_orders(step)
-        self._in_flight.append((step, self.worker.execute(step)))
-        while len(self._in_flight) > (self.worker.runner.ahead if step.work else 0):
+        self._executing.append((step, self.worker.execute(step)))
+        while len(self._executing) > (self.worker.runner.ahead if step.work else 0):
             self._end_oldest()
         self.take_stats()
         return bool(step.work)
 
     def _end_oldest(self) -> None:
-        step, output = self._in_flight.popleft()
+        step, output = self._executing.popleft()
         samples = {work.request_id for work in step.work if work.samples}
         sampled = {name: total % VOCABULARY for name, total in output.sums.items()}
         whole = self._aggregator.aggregate([output])

@@ -84,9 +84,10 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
     try:
         fields = tier_class(tier_type).model_fields
         needed = {key for key, field in fields.items() if field.is_required()}
-        made_up = {key: MADE_UP[key] or str(folder) for key in needed & MADE_UP.keys()}
-        written = {key: yaml.safe_load(value) for key, value in given.items()}
-        spec = make_tier(tier_type, {"type": tier_type, **made_up, **written})
+        written: dict[object, object] = {"type": tier_type}
+        written |= {key: MADE_UP[key] or str(folder) for key in needed & MADE_UP.keys()}
+        written |= {key: yaml.safe_load(value) for key, value in given.items()}
+        spec = make_tier(tier_type, written)
     except (UnknownTierType, BrokenTierType, ValidationError, yaml.YAMLError) as error:
         raise refused(f"{tier_type}: {describe_error(error)}") from None
     if not isinstance(spec, StoreSpec):
