@@ -111,6 +111,12 @@ class Node:
         found: dict[str, Any] = self._asked({"total": names})
         return found
 
+    def shared_memory(self) -> set[str]:
+        """The files of /dev/shm that it has mapped and that have a name."""
+        lines = Path(f"/proc/{self._process}/maps").read_text().splitlines()
+        names = (line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line)
+        return {name for name in names if not name.endswith("(deleted)")}
+
     def kill(self) -> None:
         """End it as a crash would; it may have ended already."""
         with contextlib.suppress(ProcessLookupError):
