@@ -1,4 +1,6 @@
-"""What a machine with a GPU shows: tests/gpu, the replay engine's among them, and `bench gpu`.
+"""What a machine with a GPU shows, in the order of what is wanted first: facts of the machine, the
+tests that need a device, copies beside their peers, `bench gpu`, and the tests once more under
+compute-sanitizer, where that is.
 
     python -m bench.on_gpu [FILE]      make gpu
 
@@ -10,6 +12,7 @@ network; without a GPU it says so in the same form, and ends with 1.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,40 +20,69 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.gpu_facts import facts
 from bench.report import machine
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "build" / "gpu.json"
 TAIL = 4000
 """Characters that are kept of what a part printed."""
+SECONDS = 590.0
+"""All parts together; one that begins late has what is left."""
 
 
 class Part(NamedTuple):
-    """A command, and the seconds that it may take: ten minutes for all, with time to spare."""
+    """A command, the seconds that it may take, and the file of its rows. `missing`: why it can't
+    run here; that is no failure."""
 
     name: str
     command: Sequence[str]
     seconds: float
+    rows: Path | None = None
+    missing: str = ""
 
 
-def parts(rows: Path) -> list[Part]:
-    """What is run. `rows`: where the benchmark writes."""
+def parts(folder: Path) -> list[Part]:
+    """What is run. `folder`: where the benchmarks write."""
     python = sys.executable
     # Of tests/conftest.py they need nothing, and that needs servers.
-    tests = [python, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "tests/gpu"]
+    quiet = ["-q", "--noconftest", "-p", "no:cacheprovider", "-p", "bench.device_cases"]
+    tests = [python, "-m", "pytest", *quiet, "tests/gpu"]
     command = "from tiers.cli.main import main; main()"
-    bench = [python, "-c", command, "bench", "gpu", "--rounds", "3", "--json", str(rows)]
-    return [Part("tests", tests, 240), Part("bench", bench, 300)]
+    copies, suite = folder / "copies.json", folder / "suite.json"
+    peers = [python, "-m", "bench.gpu_peers", str(copies)]
+    bench = [python, "-c", command, "bench", "gpu", "--rounds", "3", "--json", str(suite)]
+    checker = sanitizer()
+    return [
+        Part("tests", tests, 120),
+        Part("copies", peers, 120, copies),
+        Part("bench", bench, 240, suite),
+        Part(
+            "memcheck",
+            [str(checker), "--tool", "memcheck", "--error-exitcode", "9", *tests],
+            180,
+            missing="" if checker else "compute-sanitizer is not here",
+        ),
+    ]
 
 
-def run(part: Part) -> dict[str, Any]:
-    """Run a part, and end it when its time is over; what came of it."""
+def sanitizer() -> Path | None:
+    """NVIDIA's checker of device memory, on the path or where CUDA is usually installed."""
+    found = shutil.which("compute-sanitizer")
+    places = [Path(found)] if found else sorted(Path("/usr/local").glob("cuda*/bin/compute-sanit*"))
+    return places[0] if places else None
+
+
+def run(part: Part, left: float = SECONDS) -> dict[str, Any]:
+    """Run a part, and end it when its time is over, or what is `left` of all; what came of it."""
+    if part.missing:
+        return {"passed": None, "exit": None, "seconds": 0.0, "output": part.missing}
     began = time.monotonic()
     try:
         ended = subprocess.run(
             part.command,
             cwd=ROOT,
-            timeout=part.seconds,
+            timeout=max(1.0, min(part.seconds, left)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -70,22 +102,32 @@ def run(part: Part) -> dict[str, Any]:
 
 
 def main(file: Path = FILE) -> int:
-    """Run all parts and write `file`; 0 if there is a GPU and every part passed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    rows = file.with_suffix(".rows.json")
-    rows.unlink(missing_ok=True)
-    here = machine()
+    """Run all parts and write `file`; 0 if there is a GPU and every part passed that could run."""
+    began = time.monotonic()
+    folder = file.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    here = {**machine(), "device": facts()}
     said: dict[str, Any] = {"machine": here, "parts": {}, "rows": []}
-    for part in parts(rows):
-        said["parts"][part.name] = result = run(part)
-        if rows.exists():
-            said["rows"] = json.loads(rows.read_text())["rows"]
-        file.write_text(json.dumps(said, indent=1) + "\n")
+    write(file, said)
+    for part in parts(folder):
+        if part.rows is not None:
+            part.rows.unlink(missing_ok=True)
+        said["parts"][part.name] = result = run(part, SECONDS - (time.monotonic() - began))
+        if part.rows is not None and part.rows.exists():
+            said["rows"] += json.loads(part.rows.read_text())["rows"]
+        write(file, said)
         print(f"{part.name}: exit {result['exit']} after {result['seconds']} s")
         print(result["output"])
     print(f"{file}: {here['gpu'] or 'no CUDA device here'}")
-    passed = all(one["passed"] for one in said["parts"].values())
-    return 0 if passed and here["gpu"] else 1
+    failed = any(one["passed"] is False for one in said["parts"].values())
+    return 0 if not failed and here["gpu"] else 1
+
+
+def write(file: Path, said: dict[str, Any]) -> None:
+    """Write what is known so far; a machine that goes away leaves a whole file."""
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps(said, indent=1) + "\n")
+    fresh.replace(file)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from bench import on_gpu
 from bench.gpu import choose
+from bench.gpu_facts import facts
 from bench.report import read_json
 
 
@@ -28,31 +30,106 @@ def test_a_part_that_fails_or_hangs_costs_no_other(
         part("hangs", hang, 1.0),
         part("fails", "print('no'); raise SystemExit(3)"),
         part("runs", "1"),
+        part("lacks", "1")._replace(missing="it is not here"),
     ]
-    monkeypatch.setattr(on_gpu, "parts", lambda rows: ours)
+    monkeypatch.setattr(on_gpu, "parts", lambda folder: ours)
     file = tmp_path / "new" / "gpu.json"
     assert on_gpu.main(file) == 1
     said = json.loads(file.read_text())["parts"]
     exits = {name: one["exit"] for name, one in said.items()}
-    assert exits == {"hangs": None, "fails": 3, "runs": 0}
+    assert exits == {"hangs": None, "fails": 3, "runs": 0, "lacks": None}
     assert said["fails"]["output"] == "no\n"
-    assert [one["passed"] for one in said.values()] == [False, False, True]
+    assert said["lacks"]["output"] == "it is not here"
+    assert [one["passed"] for one in said.values()] == [False, False, True, None]
 
 
+def test_what_is_known_is_written_before_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gpu.json"
+    seen: list[list[str]] = []
+
+    def look(one: on_gpu.Part, left: float) -> dict[str, Any]:
+        seen.append([*json.loads(file.read_text())["parts"]])
+        return {"passed": True, "exit": 0, "seconds": 0.0, "output": ""}
+
+    monkeypatch.setattr(on_gpu, "run", look)
+    on_gpu.main(file)
+    assert [name for names in seen for name in names[-1:]] == ["tests", "copies", "bench"]
+    assert [len(names) for names in seen] == [0, 1, 2, 3]
+
+
+def test_a_part_has_no_more_than_what_is_left() -> None:
+    result = on_gpu.run(part("late", "import time; time.sleep(600)", 500.0), left=0.5)
+    assert (result["exit"], result["passed"]) == (None, False)
+    assert result["seconds"] < 400
+
+
+@pytest.mark.timeout(900)
 def test_its_parts_run_and_its_rows_can_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tests, bench = on_gpu.parts(tmp_path / "gpu.rows.json")
-    assert sum(one.seconds for one in (tests, bench)) < 600
-    some = tests._replace(command=[*tests.command[:-1], "tests/gpu/test_copier.py"])
-    monkeypatch.setattr(on_gpu, "parts", lambda rows: [some, bench])
+    checker = tmp_path / "bin" / "compute-sanitizer"
+    checker.parent.mkdir()
+    checker.write_text('#!/bin/sh\necho "checks $*"\n')
+    checker.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{checker.parent}{os.pathsep}{os.environ['PATH']}")
+    ours = on_gpu.parts(tmp_path / "gpu")
+    assert sum(one.seconds for one in ours[:3]) < on_gpu.SECONDS, "the rest may get less"
+    patient = [one._replace(seconds=800.0) for one in ours]  # this machine may be a busy one
+    monkeypatch.setattr(on_gpu, "parts", lambda folder: patient)
+    monkeypatch.setattr(on_gpu, "SECONDS", 800.0)
     file = tmp_path / "gpu.json"
     on_gpu.main(file)
     said = json.loads(file.read_text())["parts"]
+    assert [*said] == ["tests", "copies", "bench", "memcheck"]
     assert all(one["passed"] for one in said.values()), said
+    assert "checks --tool memcheck --error-exitcode 9" in said["memcheck"]["output"]
     machine, rows = read_json(file)
-    assert {row.suite for row in rows} == {"gpu"}
+    assert {row.suite for row in rows} == {"gpu"} and len(rows) > 3
     assert all(row.why for row in rows) or machine["gpu"]
+    assert {"numa_nodes", "huge_pages", "locked_memory_bytes"} <= machine["device"].keys()
+
+
+SMI = """#!/bin/sh
+echo "A Card, 580.1, 00000000:3B:00.0, 4, 5, 8, 16, 81559 MiB, 2619 MHz, 700 W, Default, Disabled"
+"""
+
+
+def test_facts_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(SMI)
+    smi.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{smi.parent}{os.pathsep}{os.environ['PATH']}")
+    for name, text in {
+        "proc/driver/nvidia/version": "NVRM version: 580.1\nGCC version: 12\n",
+        "sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
+        "sys/bus/pci/devices/0000:3b:00.0/current_link_speed": "16.0 GT/s PCIe\n",
+        "sys/devices/system/node/node0/cpulist": "0-7\n",
+        "sys/devices/system/node/node1/cpulist": "8-15\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "dev/shm/some": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = facts(tmp_path)
+    (gpu,) = found["gpus"]
+    assert (gpu["pcie.link.width.current"], gpu["pcie.link.gen.max"]) == ("8", "5")
+    assert (gpu["numa_node"], gpu["current_link_speed"]) == ("1", "16.0 GT/s PCIe")
+    assert gpu["current_link_width"] is None, "this kernel does not tell"
+    assert (found["driver"], found["numa_nodes"]) == ("NVRM version: 580.1", 2)
+    assert found["huge_pages"] == "madvise" and found["shm_bytes"] > 0
+
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert facts(tmp_path / "bare") == {
+        "gpus": [],
+        "driver": None,
+        "numa_nodes": None,
+        "huge_pages": None,
+        "locked_memory_bytes": found["locked_memory_bytes"],
+        "shm_bytes": None,
+    }
 
 
 BARE = """
@@ -70,7 +147,7 @@ runpy.run_module("pytest", run_name="__main__")
 
 
 def test_its_tests_need_only_what_kvtiers_imports(tmp_path: Path) -> None:
-    tests, _ = on_gpu.parts(tmp_path / "gpu.rows.json")
+    tests, *_ = on_gpu.parts(tmp_path)
     ended = subprocess.run(
         [sys.executable, "-c", BARE, "--collect-only", *tests.command[3:]],
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -80,6 +157,7 @@ def test_its_tests_need_only_what_kvtiers_imports(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout
+    assert "[attention-cuda]" in ended.stdout and "-cpu]" not in ended.stdout
 
 
 def test_fragmented_slots_are_within_the_pool() -> None:
