@@ -55,9 +55,10 @@ class Warming:
 
     @property
     def waits(self) -> bool:
-        """Whether it needs steps, which an engine without requests makes for that. Not for what a
-        store that hangs has not loaded: its slots come back with any later step."""
-        return not self._is_over
+        """Whether it needs steps, which an engine without requests makes for that. After its
+        seconds none, for a store that hangs: its slots come back with any later step."""
+        is_late = self._now() > self._began + self._spec.seconds
+        return not self._is_over or (bool(self._in_flight) and not is_late)
 
     def orders(self, is_idle: bool, is_loading: bool) -> list[LoadJob]:
         """What the workers load with this step. `is_idle`: the step computes nothing;
