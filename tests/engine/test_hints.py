@@ -422,15 +422,13 @@ def test_the_page_s_examples_work_as_they_are_shown(engine: MakeEngine, tmp_path
     page = blocks(PAGE.read_text())
     said = [json.loads(one.text)["kv_transfer_params"] for one in page if one.language == "json"]
     (keys,) = (yaml.safe_load(one.text) for one in page if one.language == "yaml")
-    assert len(said) == 2
+    assert len(said) == 3
     made = make(engine, "lru", tmp_path, **keys)
-    made.generate(PREFIX, 1, "", said[0])
-    made.settle()
-    flood(made)
-    assert held(made, PREFIX) == [True] * 4
-    made.generate(PREFIX, 1, "", said[1])
-    flood(made)
-    assert held(made, PREFIX) == [False] * 4
+    for params, is_held in zip(said, (True, False, True), strict=True):
+        made.generate(PREFIX, 1, "", params)
+        made.settle()
+        flood(made)
+        assert held(made, PREFIX) == [is_held] * 4
     assert not measured(made, "hints_ignored", "(chain)")
 
 
