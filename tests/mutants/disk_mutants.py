@@ -97,6 +97,7 @@ MUTANTS = (
         "        self._folder.uses.record([index_key(key) for key in keys])\n",
         "        self._folder.uses.record([index_key(key) for key in keys[::-1]])\n",
     ),
+    # Survives: it shows only when upkeep has written uses down, seconds after them.
     EDIT.but(
         "eviction",
         "what is renewed keeps its age",

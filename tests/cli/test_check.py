@@ -1,0 +1,61 @@
+"""`kvtiers check`: the kit on a tier type, from the outside."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from tests.support.plugin_packages import Install
+from tiers.cli.main import app
+
+FORGETS = """
+from typing import ClassVar, Literal
+from spec.offloading import StoreSpec
+from tiers.testing import MemoryStore
+
+class Forgets(MemoryStore):
+    def get(self, blocks):
+        return super().get(blocks)[:32] + [False] * len(blocks[32:])
+
+STORE = Forgets()
+
+class BoxSpec(StoreSpec):
+    type: Literal["box"] = "box"
+
+    def open(self, site):
+        return STORE
+
+    def scratch(self, folder):
+        return self
+
+class FixedSpec(BoxSpec):
+    type: Literal["fixed"] = "fixed"
+
+    def scratch(self, folder):
+        return None
+"""
+
+
+def test_what_fails_is_named_and_the_rest_is_tried(plugin: Install) -> None:
+    plugin("boxes", FORGETS, box="BoxSpec", fixed="FixedSpec")
+    said = CliRunner().invoke(app, ["check", "box", "--limit", "60"])
+    lines = said.output.splitlines()
+    assert said.exit_code == 1, said.output
+    assert any(line.startswith("failed   a whole batch") for line in lines), said.output
+    assert "passed   what was put is got" in lines
+    assert any(
+        line.startswith("skipped  puts are counted: Forgets has no Counts") for line in lines
+    )
+    assert any(line.startswith("has of 8192 keys") for line in lines)
+    assert "failed" in lines[-1] and "passed" in lines[-1]
+
+
+def test_what_can_not_be_tried_apart_is_refused(plugin: Install) -> None:
+    plugin("boxes", FORGETS, box="BoxSpec", fixed="FixedSpec")
+    for words, why in (
+        (["fixed"], "does not say how it is moved"),
+        (["cpu"], "host memory"),
+        (["dsik"], "did you mean disk"),
+        (["box", "--settings", "colour=red"], "colour"),
+    ):
+        said = CliRunner().invoke(app, ["check", *words])
+        assert said.exit_code in (1, 2) and why in said.output, said.output
