@@ -6,9 +6,15 @@
 # make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
 # make install-test   the three ways in of the README, each in an empty environment; needs a package index.
 #               Minutes: ARGS=cpu tries that way alone, ARGS=cuda or ARGS=present another
+# make test-python PYTHON=python3.12   what needs no engine, on another Python, in an environment of its own; takes
+#               the PyTorch that this Python has, or else fetches one  ARGS="-k disk"
 # make gpu      the tests and figures of CUDA, written to build/gpu.json within ten minutes: needs a GPU
 #               with PyTorch and pytest (of GPU_PYTHON), and no network  ARGS="FILE"
 # make gpu-wheels   fetch what else that needs into build/wheels, to be carried along  GPU_VERSION=3.12
+# make gpu-engine   a real vLLM on a GPU, without a chain, with one, and with vLLM's own offloading, written to
+#               build/gpu-engine.json within ten minutes: needs what make gpu does  ARGS="--smoke"
+# make gpu-engine-parts   fetch a vLLM that runs beside that PyTorch into build/engine-parts, in folders of at
+#               most 64 MiB, each to be carried by itself  GPU_VERSION=3.12
 # make lint     ruff and mypy alone, and figures of the code's size beside their ceilings
 # make clean    remove what these made here (the demo's model stays in the user's cache folder)
 #
@@ -26,7 +32,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
-.PHONY: demo test faults test-next compatibility install-test gpu gpu-wheels lint clean
+.PHONY: demo test faults test-next compatibility install-test test-python gpu gpu-wheels \
+	gpu-engine gpu-engine-parts lint clean
 
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
@@ -57,6 +64,13 @@ compatibility: $(READY)
 install-test:
 	$(PYTHON) tests/install.py $(ARGS)
 
+OTHER_PYTHON = build/$(notdir $(PYTHON))
+
+test-python:
+	$(PYTHON) -m venv --system-site-packages $(OTHER_PYTHON)
+	$(OTHER_PYTHON)/bin/python -m pip --disable-pip-version-check install -q -e ".[demo,dev]" msgspec pyzmq
+	$(OTHER_PYTHON)/bin/python -m pytest -n 2 --dist loadfile -m "not vllm and not faults and not compatibility" $(ARGS)
+
 gpu:
 	[ ! -d build/wheels ] || $(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index \
 		--upgrade --no-deps --target build/gpu-packages build/wheels/*.whl
@@ -67,6 +81,13 @@ gpu-wheels:
 	$(PYTHON) -c 'import tomllib; print(*(d for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not d.startswith("torch")), sep="\n")' > build/gpu.txt
 	$(PYTHON) -m pip --disable-pip-version-check download -q -d build/wheels --only-binary :all: \
 		--python-version $(GPU_VERSION) -r build/gpu.txt
+
+gpu-engine:
+	[ ! -d build/engine-parts ] || $(GPU_PYTHON) -m bench.engine_parts join build/engine-parts build/engine
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/engine $(GPU_PYTHON) -m bench.gpu_engine $(ARGS)
+
+gpu-engine-parts:
+	$(PYTHON) -m bench.engine_parts fetch build/engine-parts --python $(GPU_VERSION)
 
 lint: $(READY)
 	$(BIN)/ruff check .
