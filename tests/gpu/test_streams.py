@@ -86,15 +86,21 @@ def serve(model: Model, runner: Runner, patch: pytest.MonkeyPatch, seed: int) ->
     return engine
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("eager", EAGER, ids=lambda names: "+".join(names) or "none")
+SERVED = [
+    pytest.param(name, eager, id=f"{name}, {'+'.join(eager) or 'none'}")
+    for name, runner in RUNNERS.items()
+    for eager in (EAGER if runner.model is MODEL and not runner.ahead else EAGER[:3])
+]
+
+
+@pytest.mark.parametrize(("runner", "eager"), SERVED)
 def test_streams_may_be_late_or_early(
     runner: str, eager: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = serve(Model(STREAMS, eager), RUNNERS[runner], monkeypatch, seed=SEEDS[0])
     assert engine.scheduler.preemptions > 0
     loaded = [measured(engine, "loaded_tokens", tier) for tier in ("cpu", "store")]
-    assert all(loaded)
+    assert any(loaded) if RUNNERS[runner].ahead else all(loaded)
     assert measured(engine, "load_timeouts", "cpu") + measured(engine, "load_timeouts", "store") > 0
 
 
