@@ -244,6 +244,8 @@ class ReplayScheduler:
             if request is None or request.status in (Status.LOADING, Status.FINISHED):
                 continue
             is_preempted = request.status is Status.WAITING
+            if is_preempted and not self._runs_ahead:
+                continue  # its step is computed again
             if not is_preempted:
                 request.is_computing = False
                 self._know_blocks(request)
