@@ -21,7 +21,15 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.errors import closest, one_of
-from spec.fields import ByteSize, Duration, FolderPath, exact_size, mask_secrets, parse_size
+from spec.fields import (
+    ByteRate,
+    ByteSize,
+    Duration,
+    FolderPath,
+    exact_size,
+    mask_secrets,
+    parse_size,
+)
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec, TierName
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 
@@ -202,17 +210,20 @@ Capacity = Annotated[
 
 
 class GhostSpec(BaseModel):
-    """A tier of the chain with other settings. It keeps no block, and estimates how many of the
-    prompts' blocks the tier would have."""
+    """A tier of the chain with other settings, or one that the chain does not have. It keeps no
+    block, and estimates how many of the prompts' blocks the tier would have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tier: str = Field(description="The name of a tier of the chain.")
+    tier: str = Field(description="The name of a tier of the chain, or of one that it lacks.")
     capacity: Capacity | None = Field(
         default=None, description="Its capacity: a size, or a factor of its own, like 2x."
     )
     store_threshold: int | None = Field(
         default=None, ge=1, le=1000, description="Its store_threshold."
+    )
+    load_rate: ByteRate | None = Field(
+        default=None, description="What a tier that the chain lacks would load, over all ranks."
     )
 
     @model_validator(mode="after")
@@ -224,8 +235,23 @@ class GhostSpec(BaseModel):
     @property
     def label(self) -> str:
         """The tier in its metrics: `cpu (capacity: 2x)`."""
-        settings = self.model_dump(exclude={"tier"}, exclude_none=True)
+        settings = self.model_dump(include={"capacity", "store_threshold"}, exclude_none=True)
         return f"{self.tier} ({', '.join(f'{key}: {value}' for key, value in settings.items())})"
+
+    def check(self, tier: OffloadingSpec | None, names: Sequence[str]) -> None:
+        """Refuse, by ValueError, what a ghost of `tier` can't be; None: the chain has `names`."""
+        if tier is not None:
+            if getattr(tier, "capacity", None) is None:
+                raise ValueError(f"tier {self.tier!r} has no capacity here; leave its ghosts out")
+            if self.load_rate is not None:
+                raise ValueError(f"what tier {self.tier!r} loads is measured; remove load_rate")
+        elif self.load_rate is None:
+            raise ValueError(
+                f"no tier is called {self.tier!r:.80}; use {one_of(names)}, or write load_rate "
+                "for one that the chain lacks"
+            )
+        elif self.capacity is None or _FACTOR.fullmatch(self.capacity):
+            raise ValueError(f"the chain lacks tier {self.tier!r:.80}; write capacity as a size")
 
     def bytes_of(self, capacity: int) -> int:
         """Its capacity in bytes, if that of the tier itself is `capacity`."""
@@ -436,10 +462,7 @@ class ChainSpec(BaseModel):
     ) -> tuple[GhostSpec, ...]:
         tiers = {tier.tier_name: tier for tier in info.data.get("tiers", ())}
         for ghost in ghosts if tiers else ():
-            if ghost.tier not in tiers:
-                raise ValueError(f"no tier is called {ghost.tier!r:.80}; use {one_of([*tiers])}")
-            if getattr(tiers[ghost.tier], "capacity", None) is None:
-                raise ValueError(f"tier {ghost.tier!r} has no capacity here; leave its ghosts out")
+            ghost.check(tiers.get(ghost.tier), [*tiers])
         if len(ghosts) > MAX_GHOSTS:
             raise ValueError(f"keep {MAX_GHOSTS} ghosts at most")
         labels = [ghost.label for ghost in ghosts]

@@ -78,10 +78,12 @@ def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
         ("cpu (eviction: arc)", 0.42, 0.02),
     ]
     ghosts = [GhostStatus(tier=tier, hit_ratio=hits, error=error) for tier, hits, error in found]
+    ghosts.append(GhostStatus(tier="disk (1TB)", hit_ratio=0.6, error=0.01, prompt_seconds=0.0525))
     assert [*ghost_lines(ghosts)] == [
         "ghost cpu: 40.0% of blocks +- 1.0%",
         "ghost cpu (capacity: 2x): 45.0% of blocks +- 2.0%, +5.0 points",
         "ghost cpu (eviction: arc): 42.0% of blocks +- 2.0%, as good as now",
+        "ghost disk (1TB): 60.0% of blocks +- 1.0%, 52.5 ms for 1,000 tokens",
     ]
 
 

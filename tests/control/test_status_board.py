@@ -21,8 +21,8 @@ PROMPT = [*range(40)]
 class Observed:
     """An engine over a chain, its board, and the board's clock."""
 
-    def __init__(self, *tiers: dict[str, Any]) -> None:
-        chain = chain_of(*tiers)
+    def __init__(self, *tiers: dict[str, Any], **more: Any) -> None:
+        chain = chain_of(*tiers, **more)
         self.engine = ReplayEngine(chain, MODEL, prefix_caching=False)
         assert self.engine.connector is not None
         self.connector = self.engine.connector
@@ -38,8 +38,8 @@ class Observed:
 
 @pytest.fixture
 def observed(request: pytest.FixtureRequest) -> Callable[..., Observed]:
-    def make(*tiers: dict[str, Any]) -> Observed:
-        made = Observed(*tiers)
+    def make(*tiers: dict[str, Any], **more: Any) -> Observed:
+        made = Observed(*tiers, **more)
         request.addfinalizer(lambda: close(made.engine))
         return made
 
@@ -100,6 +100,23 @@ def test_a_tier_that_fails_says_why_without_a_step(
     (tier,) = [tier for tier in made.board.status("1").tiers if tier.name == "disk"]
     assert tier.state == "refused"
     assert "file" in tier.why
+
+
+def test_a_ghost_says_how_long_a_prompt_takes(observed: Callable[..., Observed]) -> None:
+    """Of a tier that the chain has by what that loads; of another one by what its ghost says."""
+    absent = {"tier": "disk", "capacity": "1MiB", "load_rate": "1MB/s"}
+    made = observed(cpu(), ghosts=[{"tier": "cpu", "capacity": "2x"}, absent])
+    hits: dict[str, Any] = {"ghost_hit_ratio": 0.5, "ghost_hit_error": 0.0}
+    names = ["cpu", "cpu (capacity: 2x)", "disk (capacity: 1MiB)"]
+    made.board.measured({"cpu": TierStats(dict.fromkeys([*names, "gone"], hits))})
+    ghosts = made.board.status("1").ghosts
+    assert [ghost.tier for ghost in ghosts] == names
+    assert [ghost.prompt_seconds for ghost in ghosts] == [None] * 3
+    rates = {"prefill_tokens_per_second": 1e3, "load_tokens_per_second": 1e5}
+    loaded = {"loaded_tokens": 10.0, "loaded_bytes": 1000.0}
+    made.board.measured({"cpu": TierStats({"cpu": {**rates, **loaded}})})
+    seconds = [ghost.prompt_seconds for ghost in made.board.status("1").ghosts]
+    assert seconds == pytest.approx([0.505, 0.505, 0.55])
 
 
 def test_samples_are_bounded(observed: Callable[..., Observed]) -> None:

@@ -21,6 +21,7 @@ GHOSTS: list[dict[str, Any]] = [
     {"tier": "cpu", "store_threshold": 2},
 ]
 LABELS = ["cpu", "cpu (capacity: 4x)", "cpu (store_threshold: 2)"]
+ABSENT: dict[str, Any] = {"tier": "disk", "capacity": "1MiB", "load_rate": "1GB/s"}
 
 
 def report(engine: ReplayEngine, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -38,7 +39,8 @@ def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> No
     """Ten prompts in turn, of which the tier holds four: by turns it has lost each."""
     clock = Clock()
     with caplog.at_level(logging.INFO):
-        engine = ReplayEngine(chain_of(cpu(17), ghosts=GHOSTS), num_blocks=8, now=clock)
+        chain = chain_of(cpu(17), ghosts=[*GHOSTS, ABSENT])
+        engine = ReplayEngine(chain, num_blocks=8, now=clock)
         for _ in range(5):
             for prompt in range(10):
                 engine.generate([prompt] * (4 * SIZE), max_tokens=1)
@@ -53,6 +55,7 @@ def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> No
     assert stores[LABELS[2]] < 0.9
     assert measured(engine, "hit_tokens", "cpu") == 0, "the tier itself had nothing, indeed"
     assert "cpu (capacity: 4x) would have 80.0%" in caplog.text
+    assert measured(engine, "ghost_hit_ratio", "disk (capacity: 1MiB)") == pytest.approx(0.8)
 
 
 def test_other_adapters_and_generations_are_other_blocks(
@@ -84,6 +87,9 @@ def test_other_adapters_and_generations_are_other_blocks(
     ("ghosts", "why"),
     [
         ([{"tier": "disk", "capacity": "2x"}], "no tier is called 'disk'; use cpu"),
+        ([{"tier": "disk", "capacity": "1TB"}], "use cpu, or write load_rate for one that the"),
+        ([{**ABSENT, "capacity": "2x"}], "the chain lacks tier 'disk'; write capacity as a size"),
+        ([{**ABSENT, "tier": "cpu"}], "what tier 'cpu' loads is measured; remove load_rate"),
         ([{"tier": "cpu"}], "write capacity or store_threshold, or both"),
         ([{"tier": "cpu", "capacity": "2 x"}], "write a size like 64GiB, or a factor like 2x"),
         ([{"tier": "cpu", "capacity": "0x"}], "write a size like 64GiB, or a factor like 2x"),

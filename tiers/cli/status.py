@@ -122,6 +122,8 @@ def ghost_lines(ghosts: Sequence[GhostStatus]) -> Iterator[str]:
             more = ghost.hit_ratio - now.hit_ratio
             is_sure = abs(more) > ghost.error + now.error
             line += f", {100 * more:+.1f} points" if is_sure else ", as good as now"
+        if ghost.prompt_seconds is not None:
+            line += f", {1000 * ghost.prompt_seconds:.3g} ms for 1,000 tokens"
         yield line
 
 

@@ -128,7 +128,8 @@ def open_ghosts(
 
 
 def _settings(chain: ChainSpec) -> Iterator[Setting]:
-    """Each tier that has ghosts as it is configured, then its ghosts."""
+    """Each tier that has ghosts as it is configured, then its ghosts; then those of tiers that the
+    chain lacks."""
     for tier in chain.tiers:
         name, threshold = tier.tier_name, tier.store_threshold
         ghosts = [ghost for ghost in chain.ghosts if ghost.tier == name]
@@ -138,3 +139,8 @@ def _settings(chain: ChainSpec) -> Iterator[Setting]:
             for ghost in ghosts:
                 least = ghost.store_threshold or threshold
                 yield Setting(ghost.label, name, ghost.bytes_of(capacity), least)
+    names = {tier.tier_name for tier in chain.tiers}
+    for ghost in chain.ghosts:
+        if ghost.tier not in names:
+            threshold = ghost.store_threshold or 1
+            yield Setting(ghost.label, ghost.tier, ghost.bytes_of(0), threshold)

@@ -62,6 +62,11 @@ class GhostStatus(BaseModel):
     tier: str
     hit_ratio: float
     error: float
+    prompt_seconds: float | None = Field(
+        default=None,
+        description="For 1,000 tokens of a prompt that this tier alone serves, without waiting for "
+        "other requests; the rest is computed. None: its rates are not measured yet.",
+    )
 
 
 class EngineStatus(BaseModel):

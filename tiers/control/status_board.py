@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
@@ -126,8 +127,8 @@ class StatusBoard:
             for spec in chain.tiers
             if isinstance(child := children.get(name := spec.tier_name), OffloadingScheduler)
         ]
-        ghosts = {name for ghost in chain.ghosts for name in (ghost.tier, ghost.label)}
         rates = (of_tier.get("prefill_tokens_per_second") for of_tier in sums.values())
+        prefill = next(filter(None, rates), None)
         return EngineStatus(
             version=version,
             load_policy=chain.load_policy,
@@ -137,13 +138,9 @@ class StatusBoard:
             window_seconds=seconds,
             prompt_tokens=prompts[0],
             prompt_tokens_late=prompts[1],
-            prefill_tokens_per_second=next(filter(None, rates), None),
+            prefill_tokens_per_second=prefill,
             tiers=tiers,
-            ghosts=[
-                GhostStatus(tier=tier, hit_ratio=s["ghost_hit_ratio"], error=s["ghost_hit_error"])
-                for tier, s in sums.items()
-                if tier in ghosts and s.keys() >= {"ghost_hit_ratio", "ghost_hit_error"}
-            ],
+            ghosts=[*_ghosts(chain, sums, prefill)],
         )
 
     def _tier(
@@ -186,6 +183,27 @@ class StatusBoard:
             },
             sums={measure: value for measure, value in sums.items() if measure in COUNTERS},
         )
+
+
+def _ghosts(chain: ChainSpec, sums: Sums, prefill: float | None) -> Iterator[GhostStatus]:
+    """Tiers that have ghosts, as they are, and their ghosts. `prefill`: tokens a second."""
+    rates = {tier: of_tier.get("load_tokens_per_second") for tier, of_tier in sums.items()}
+    loads = ((s.get("loaded_bytes"), s.get("loaded_tokens")) for s in sums.values())
+    token_bytes = next((size / tokens for size, tokens in loads if size and tokens), None)
+    shown: dict[str, float | None] = {}
+    for ghost in chain.ghosts:
+        rate = rates.get(ghost.tier)
+        if ghost.load_rate is not None:
+            rate = ghost.load_rate / token_bytes if token_bytes else None
+        else:
+            shown[ghost.tier] = rate
+        shown[ghost.label] = rate
+    for name, rate in shown.items():
+        of_ghost = sums.get(name, {})
+        hits, error = of_ghost.get("ghost_hit_ratio"), of_ghost.get("ghost_hit_error")
+        if hits is not None and error is not None:
+            seconds = 1000 * (hits / rate + (1 - hits) / prefill) if rate and prefill else None
+            yield GhostStatus(tier=name, hit_ratio=hits, error=error, prompt_seconds=seconds)
 
 
 def _share(part: float, whole: float) -> float | None:
