@@ -6,18 +6,18 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from spec.chain import LOAD_POLICIES, LoadPolicy, name_clashes, resolve_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -138,12 +138,11 @@ def as_computed(blocks: KVCacheBlocks, count: int) -> KVCacheBlocks:
         block.set_block_hash(LOADED_BY_ANOTHER)
         return block
 
-    return KVCacheBlocks(
-        tuple(
-            [found(b) if i < count and b.block_hash is None else b for i, b in enumerate(group)]
-            for group in blocks.blocks
-        )
+    groups = (
+        [found(b) if i < count and b.block_hash is None else b for i, b in enumerate(group)]
+        for group in blocks.blocks
     )
+    return replace(blocks, blocks=tuple(groups))
 
 
 def required_layout(vllm_config: VllmConfig) -> str | None:
