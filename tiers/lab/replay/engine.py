@@ -162,6 +162,9 @@ class ReplayEngine:
         computes = False
         if self.scheduler.busy or not self._in_flight:
             step = self.scheduler.plan()
+            for work in step.work:
+                if len(work.tokens) < step.num_scheduled_tokens[work.request_id]:
+                    work.tokens.append(self._sampled[work.request_id])
             self.begin(step)
             self._in_flight.append(self.compute(step))
             computes = bool(step.work)
@@ -181,9 +184,6 @@ class ReplayEngine:
     def begin(self, step: Step) -> None:
         """Begin a step on all ranks."""
         self.scheduler.give_orders(step)
-        for work in step.work:
-            if len(work.tokens) < step.num_scheduled_tokens[work.request_id]:
-                work.tokens.append(self._sampled[work.request_id])
         for worker in self.workers:
             worker.begin(step)
 
