@@ -9,8 +9,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from tiers.errors import KVTiersError
 
-class Endless(AssertionError):
+
+class Endless(KVTiersError, AssertionError):
     """A call has not ended."""
 
 
