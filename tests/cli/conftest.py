@@ -53,6 +53,8 @@ def engine(
             made = ReplayEngine(spec, MODEL, prefix_caching=False)
             stack.callback(close, made)
             assert made.connector is not None
+            folder = tmp_path / "control"
+            before = {*folder.glob("*.sock")}
             control = Control(spec, made.connector)
             stack.callback(control.close)
             take = made.connector.get_kv_connector_stats
@@ -64,7 +66,7 @@ def engine(
 
             monkeypatch.setattr(made.connector, "get_kv_connector_stats", observed)
             until = time.monotonic() + 10
-            while not list((tmp_path / "control").glob("*.sock")) and time.monotonic() < until:
+            while {*folder.glob("*.sock")} <= before and time.monotonic() < until:
                 time.sleep(0.01)
             return made
 
