@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,11 +13,12 @@ from unittest import SkipTest
 import pytest
 
 from spec.offloading import KEY_BYTES, StoreContext, StoreSpec
-from tests.support.damage import ServerMedium, SlabMedium
+from tests.support.damage import PackMedium, ServerMedium, SlabMedium
 from tests.support.servers import RedisServer
 from tiers.block import address_of, digest
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
+from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
@@ -110,6 +111,57 @@ class TestRedisOverUnixSocket(Same, TestRedis):
 class TestGuardedRedis(NeverRaises, Same, TestRedis):
     def open_store(self, payload_bytes: int) -> TierStore:
         return Guarded(super().open_store(payload_bytes), "redis")
+
+
+class TestObject(KnowsChecksums):
+    """Over a folder of files: the client's own code, without a server."""
+
+    shared = True
+    persistent = True
+    verifies = True
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        pytest.importorskip("obstore")
+        self.path = tmp_path / "bucket"
+
+    def make_spec(self) -> ObjectSpec:
+        return ObjectSpec.model_validate({"type": "object", "url": f"file://{self.path}"})
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
+
+    def medium(self, store: TierStore) -> Medium:
+        return PackMedium(self.path, self.name)
+
+    def name(self, key: bytes) -> bytes:
+        return key
+
+    @contextlib.contextmanager
+    def failing(self, store: TierStore) -> Iterator[None]:
+        """Everything in the bucket is in the way of itself."""
+        away = self.path.with_suffix(".away")
+        self.path.rename(away)
+        self.path.write_bytes(b"")
+        try:
+            yield
+        finally:
+            self.path.unlink()
+            away.rename(self.path)
+
+
+class TestEncryptedObject(Same, TestObject):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
+        return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
+
+    def name(self, key: bytes) -> bytes:
+        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
+
+
+class TestGuardedObject(NeverRaises, Same, TestObject):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return Guarded(super().open_store(payload_bytes), "object")
 
 
 class TestDisk(KnowsChecksums):

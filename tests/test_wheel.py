@@ -133,6 +133,7 @@ print(json.dumps([classes, plugins, spec.__file__, tiers.__file__]))
     done = run([installed / "python", "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
     classes, plugins, *files = json.loads(done.stdout)
-    assert classes == {"cpu": "CpuSpec", "disk": "DiskSpec", "redis": "RedisSpec"}
+    ours = {"cpu": "CpuSpec", "disk": "DiskSpec", "object": "ObjectSpec", "redis": "RedisSpec"}
+    assert classes == ours
     assert plugins == ["tiers.engine.plugin:register"]
     assert all(Path(file).is_relative_to(installed.parent) for file in files)

@@ -16,6 +16,14 @@ from tiers.errors import TierError
 Capability = TypeVar("Capability")
 
 
+class Prefix(NamedTuple):
+    """Where a block is in its prompt. `keys`: of blocks of the prompt in a row, this one's at
+    number `at`. The first is number 0 of the prompt, or a multiple of `pack_blocks` (`Packs`)."""
+
+    keys: Sequence[bytes]
+    at: int
+
+
 class Block(NamedTuple):
     """One block's key and bytes.
 
@@ -34,6 +42,11 @@ class Block(NamedTuple):
         write it instead of computing another: a later change is found, without a second pass."""
         return None
 
+    @property
+    def prefix(self) -> Prefix | None:
+        """Where it is in its prompt, for a store with `Packs`, where that is known."""
+        return None
+
     def readonly(self) -> Block:
         """This block, whose payload can't be written to."""
         return Block(self.key, self.payload.toreadonly())
@@ -44,17 +57,25 @@ class Block(NamedTuple):
 
 
 class GatheredBlock(Block):
-    """A block to put, with its checksum."""
+    """A block of which more is known: its checksum, where it is to be put, and its prefix."""
 
     checksum: bytes | None = None
+    prefix: Prefix | None = None
 
-    def __new__(cls, key: bytes, payload: memoryview, checksum: bytes | None) -> GatheredBlock:
+    def __new__(
+        cls,
+        key: bytes,
+        payload: memoryview,
+        checksum: bytes | None,
+        prefix: Prefix | None = None,
+    ) -> GatheredBlock:
         self = super().__new__(cls, key, payload)
         self.checksum = checksum
+        self.prefix = prefix
         return self
 
     def readonly(self) -> GatheredBlock:
-        return GatheredBlock(self.key, self.payload.toreadonly(), self.checksum)
+        return GatheredBlock(self.key, self.payload.toreadonly(), self.checksum, self.prefix)
 
 
 class TierStore(Protocol):
@@ -159,6 +180,23 @@ class Damages(Protocol):
     def damaged(self) -> int:
         """Blocks found so far that were not what had been put; none of them is served again. It
         never falls. Asked after each `get`, from its thread."""
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """Capability: blocks of one prompt are kept together, and looked up head first.
+
+    `put` and `get` are then given blocks with a `prefix`, where the engine knows it; without one a
+    block stands alone. What was put with a prefix may be found with it alone.
+    """
+
+    def pack_blocks(self) -> int:
+        """Blocks number 0, N, 2N ... of a prompt begin a group; this is N, the same in each
+        process, and on each host. Without I/O."""
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        """Of the keys of each prompt, in order and from the beginning of a group on, how many are
+        held, from the first on. A rare false positive is allowed, as of `peek`."""
 
 
 class PutCounts(NamedTuple):
@@ -323,6 +361,12 @@ class StoreWrapper(Capable):
 
     def damaged(self) -> int:
         return self._inner_as(Damages).damaged()
+
+    def pack_blocks(self) -> int:
+        return self._inner_as(Packs).pack_blocks()
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        return self._inner_as(Packs).held_prefix(prompts)
 
     def counts(self) -> PutCounts:
         return self._inner_as(Counts).counts()

@@ -19,6 +19,7 @@ from tiers.block import HEADER_BYTES, parse_header
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import PAGE
 from tiers.errors import RecordError
+from tiers.remote.packs.pack import INDEX_BYTES, name_of
 from tiers.store import Block
 
 
@@ -87,6 +88,22 @@ class ServerMedium:
     def write(self, key: bytes, data: bytes) -> None:
         with redis.Redis.from_url(self._url) as client:
             client.set(b"kvtiers:" + self._name(key), data, keepttl=True)
+
+
+class PackMedium:
+    """Records of blocks that begin a pack, in files of packs below `folder`."""
+
+    def __init__(self, folder: Path, name: Callable[[bytes], bytes] = lambda key: key) -> None:
+        self._folder = folder
+        self._name = name
+
+    def read(self, key: bytes) -> bytes:
+        data = (self._folder / name_of(self._name(key))).read_bytes()[INDEX_BYTES:]
+        return data[: HEADER_BYTES + parse_header(data).stored_bytes]
+
+    def write(self, key: bytes, data: bytes) -> None:
+        file = self._folder / name_of(self._name(key))
+        file.write_bytes(file.read_bytes()[:INDEX_BYTES] + data)
 
 
 def damage_all(folder: str) -> None:

@@ -21,6 +21,7 @@ from tiers.store import Clear, Damages, LocalIndex, Measured, Resizable, TierSto
 from tiers.testing.eviction_tests import EvictionTests
 from tiers.testing.harness import Memory, listed, make_key
 from tiers.testing.memory_tests import MemoryTests
+from tiers.testing.prefix_tests import PrefixTests
 from tiers.testing.scale_tests import ScaleTests
 from tiers.testing.truth_tests import TruthTests
 from tiers.trial import find_lie
@@ -36,10 +37,11 @@ def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[b
     return [all(answers) for answers in zip(has, got, right, strict=True)]
 
 
-class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests):
+class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTests):
     """The tests that every TierStore must pass; set `shared`, `persistent` and `verifies`.
 
-    Of the capabilities it tests LocalIndex, Touch, Clear, Counts, Measured, Resizable and Damages.
+    Of the capabilities it tests LocalIndex, Touch, Clear, Counts, Measured, Resizable, Damages and
+    Packs.
     A test of a property that is not claimed is skipped, and names that property. One that has not
     ended after `limit_seconds` fails, and its thread is left behind.
 

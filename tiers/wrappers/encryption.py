@@ -22,7 +22,19 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.cmac import CMAC
 
 from tiers.host.slot_memory import slot_stride
-from tiers.store import Block, Capability, Clear, LocalIndex, Recent, TierStore, Touch, each
+from tiers.store import (
+    Block,
+    Capability,
+    Clear,
+    GatheredBlock,
+    LocalIndex,
+    Packs,
+    Prefix,
+    Recent,
+    TierStore,
+    Touch,
+    each,
+)
 from tiers.wrappers.integrity import StagedStore
 
 AES_BYTES = 16
@@ -153,6 +165,23 @@ def _associated_data(block: Block) -> bytes:
     return len(block.payload).to_bytes(8, "little") + block.key
 
 
+def _named(
+    cipher: BlockCipher, blocks: Sequence[Block], forms: Sequence[memoryview]
+) -> list[Block]:
+    """Blocks as the store is given them: by the cipher's names, also of those in their prefix."""
+    keys = cipher.names.of([block.key for block in blocks])
+    prefixes: dict[int, Sequence[bytes]] = {}
+    named: list[Block] = []
+    for block, key, form in zip(blocks, keys, forms, strict=True):
+        if (prefix := block.prefix) is None:
+            named.append(Block(key, form))
+            continue
+        if (names := prefixes.get(id(prefix.keys))) is None:
+            names = prefixes[id(prefix.keys)] = cipher.names.of(prefix.keys)
+        named.append(GatheredBlock(key, form, None, Prefix(names, prefix.at)))
+    return named
+
+
 class EncryptedStore(StagedStore):
     """A TierStore over another that is opened for payloads of `encrypted_bytes`.
 
@@ -187,13 +216,19 @@ class EncryptedStore(StagedStore):
                     held[place] = answer
         return held
 
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        """As the store, under the names of the cipher that finds most."""
+        ask = self._inner_as(Packs).held_prefix
+        found = [ask([*map(cipher.names.of, prompts)]) for cipher in self._ciphers]
+        return [max(counts) for counts in zip(*found, strict=True)]
+
     def _pack(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[Block]:
         cipher = self._ciphers[0]
         for block, form in zip(blocks, forms, strict=True):
             cipher.encrypt(block, form)
             if block.has_changed():
                 form[:NONCE_BYTES] = bytes(NONCE_BYTES)  # it must not decrypt
-        return list(map(Block, cipher.names.of([block.key for block in blocks]), forms))
+        return _named(cipher, blocks, forms)
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
         found = [False] * len(blocks)
@@ -211,10 +246,9 @@ class EncryptedStore(StagedStore):
         forms: Sequence[memoryview],
         places: Sequence[int],
     ) -> set[int]:
-        names = cipher.names.of([blocks[place].key for place in places])
-        asked = [Block(name, forms[place]) for name, place in zip(names, places, strict=True)]
+        asked = _named(cipher, [blocks[place] for place in places], [forms[p] for p in places])
         got = each("get", self._inner.get(asked), len(asked))
-        there = [(p, n) for p, n, ok in zip(places, names, got, strict=True) if ok]
+        there = [(p, a.key) for p, a, ok in zip(places, asked, got, strict=True) if ok]
         opened = {p for p, _ in there if cipher.decrypt(blocks[p], forms[p])}
         self._drop_damaged([name for place, name in there if place not in opened])
         return opened

@@ -31,6 +31,7 @@ from tiers.store import (
     Described,
     LocalIndex,
     Measured,
+    Packs,
     PutCounts,
     Recent,
     RecentBlocks,
@@ -173,6 +174,29 @@ class Guarded(StoreWrapper):
             if allowed:
                 return each("has", self._inner.has(keys), len(keys))
         return [False] * len(keys)
+
+    def pack_blocks(self) -> int:
+        """As the store; 0: it is not known now."""
+        with self._look(self._reports) as allowed:
+            if allowed:
+                found: object = cast(Packs, self._inner).pack_blocks()
+                if type(found) is not int or not 0 < found < MAX_COUNT:
+                    raise TierError(f"pack_blocks answered {found!r:.40}")
+                return found
+        return 0
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        """As the store; none while the tier is left alone."""
+        with self._enter(self._reads) as allowed:
+            if allowed:
+                found: object = cast(Packs, self._inner).held_prefix(prompts)
+                if not isinstance(found, list) or len(found) != len(prompts):
+                    raise TierError(f"held_prefix answered {found!r:.40}")
+                for count, keys in zip(found, prompts, strict=True):
+                    if type(count) is not int or not 0 <= count <= len(keys):
+                        raise TierError(f"held_prefix answered {count!r:.40} of {len(keys)}")
+                return found
+        return [0] * len(prompts)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         self._resize()

@@ -17,7 +17,16 @@ from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierError
 from tiers.host.scratch import Scratch
 from tiers.host.slot_memory import slot_stride
-from tiers.store import Block, Capability, Damages, StoreWrapper, TierStore, capability, each
+from tiers.store import (
+    Block,
+    Capability,
+    Damages,
+    GatheredBlock,
+    StoreWrapper,
+    TierStore,
+    capability,
+    each,
+)
 
 SCRATCH_BYTES = 32 << 20
 """Scratch memory that a verb uses at most; one block at least."""
@@ -107,7 +116,10 @@ class VerifiedStore(StagedStore):
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
         for form in forms:  # an older record in this memory must not pass for an answer
             form[:HEADER_BYTES] = _NO_HEADER
-        asked = [Block(block.key, form) for block, form in zip(blocks, forms, strict=True)]
+        asked = [
+            GatheredBlock(block.key, form, None, block.prefix)
+            for block, form in zip(blocks, forms, strict=True)
+        ]
         got = each("get", self._inner.get(asked), len(asked))
         good = [ok and _take(b, form) for b, form, ok in zip(blocks, forms, got, strict=True)]
         answers = zip(blocks, got, good, strict=True)
@@ -121,7 +133,7 @@ def _write(block: Block, form: memoryview) -> Block:
     form[:HEADER_BYTES] = pack_header(block.key, size, block.payload, checksum=block.checksum)
     form[HEADER_BYTES : HEADER_BYTES + size] = block.payload
     form[HEADER_BYTES + size :] = bytes(len(form) - HEADER_BYTES - size)
-    return Block(block.key, form)
+    return GatheredBlock(block.key, form, None, block.prefix)
 
 
 def _take(block: Block, form: memoryview) -> bool:

@@ -1,0 +1,74 @@
+"""Look-ups: right for any packs that a prompt can have, in few round trips."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+
+import pytest
+
+from tiers.remote.packs import search
+from tiers.remote.packs.pack import Index, pack_index, parse_index
+from tiers.testing import make_key
+
+
+def _packs(keys: Sequence[bytes], starts: Sequence[int], stop: int) -> dict[bytes, Index]:
+    """Packs of these blocks that begin at `starts`, the last of which ends before `stop`."""
+    if not stop:
+        return {}
+    ends = [*starts[1:], stop]
+    return {
+        keys[start]: parse_index(pack_index(keys[start:end], 1))
+        for start, end in zip(starts, ends, strict=True)
+    }
+
+
+def _run(
+    probe: Generator[Sequence[bytes], search.Found, int], packs: dict[bytes, Index]
+) -> tuple[int, int, int]:
+    """What a search finds, its round trips and its questions."""
+    trips = asked = 0
+    try:
+        keys = next(probe)
+        while True:
+            trips, asked = trips + 1, asked + len(keys)
+            keys = probe.send({key: packs.get(key) for key in keys})
+    except StopIteration as end:
+        return end.value, trips, asked
+
+
+@pytest.mark.parametrize("group", [1, 4, 64])
+def test_any_length_of_a_prompt_is_found(group: int) -> None:
+    keys = [make_key() for _ in range(5 * group + 3)]
+    for stop in range(len(keys) + 1):
+        packs = _packs(keys, range(0, stop, group), stop)
+        assert _run(search.held(keys, group), packs)[0] == stop
+
+
+def test_packs_that_end_early_are_followed() -> None:
+    chance = random.Random(7)
+    for _ in range(300):
+        group = chance.choice([4, 16, 64])
+        keys = [make_key() for _ in range(chance.randrange(1, 4 * group))]
+        stop = chance.randrange(1, len(keys) + 1)
+        starts = {*range(0, stop, group), *chance.sample(range(stop), chance.randrange(stop))}
+        assert _run(search.held(keys, group), _packs(keys, sorted(starts), stop))[0] == stop
+
+
+@pytest.mark.parametrize("held", [0, 1, 1000, 2047, 4095, 4096])
+def test_a_long_prompt_takes_few_round_trips(held: int) -> None:
+    keys = [make_key() for _ in range(4096)]
+    packs = _packs(keys, range(0, held, 4), held)
+    found, trips, asked = _run(search.held(keys, 4), packs)
+    assert found == held
+    assert trips <= 6 and asked <= 120
+    if not held:
+        assert trips == 1 and asked <= search.FIRST_PROBES + 1
+
+
+def test_what_is_gone_before_is_no_prefix() -> None:
+    """The head goes first by age; a search sees that before it sees the rest."""
+    keys = [make_key() for _ in range(4096)]
+    packs = _packs(keys, range(0, 4096, 4), 4096)
+    del packs[keys[0]]
+    assert _run(search.held(keys, 4), packs)[0] == 0

@@ -1,0 +1,47 @@
+"""What holds packs: a bucket of an object store, or a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from tiers.block import Buffer
+
+
+class Listed(NamedTuple):
+    """One object of a listing. `size` in bytes; `modified`: seconds since the epoch, by the clock
+    of whoever keeps it."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Bucket(Protocol):
+    """Named pieces of bytes, put whole and never changed. Thread-safe; many calls come at once.
+
+    Names are as of `pack.name_of`: hex digits in three parts with slashes between. Any method may
+    raise TierError or OSError, and ends by itself.
+    """
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> bool:
+        """Keep the bytes of `parts` under a name, all of them or none; False: the name is taken,
+        and nothing has changed. Others see it whole, from the return on."""
+
+    def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+        """Fill these views, one after the other, with the bytes from `start` on; return how many
+        there were, fewer than asked for at the end. None: nothing has that name. After the return
+        nothing writes into the views."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete these; unknown names are ignored."""
+
+    def list(self, prefix: str) -> Iterator[Sequence[Listed]]:
+        """List, in pieces of some thousand at most, those whose names begin with `prefix`: whole
+        parts with a slash behind, or nothing."""
+
+    def describe(self) -> str:
+        """Its place, without a secret."""
+
+    def close(self) -> None:
+        """Release every resource. Idempotent; calls may be in flight."""

@@ -1,0 +1,396 @@
+"""PackStore: the TierStore over a bucket of packs. See this folder's docstring."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence, Set
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from tiers.block import HEADER_BYTES, Buffer, expect, pack_header, verify
+from tiers.concurrency.counter import LockedCounter
+from tiers.concurrency.executors import io_executor
+from tiers.errors import RecordError, TierError, TierUnavailable
+from tiers.remote.packs import search
+from tiers.remote.packs.bucket import Bucket
+from tiers.remote.packs.known import KnownPacks
+from tiers.remote.packs.pack import (
+    INDEX_BYTES,
+    Index,
+    blocks_of_pack,
+    name_of,
+    pack_index,
+    parse_index,
+    record_start,
+)
+from tiers.remote.packs.search import Found, Span
+from tiers.remote.stream import Deadline
+from tiers.store import Block, PutCounts
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+SLOWEST = 32 << 20
+"""Bytes a second for which a verb that moves blocks gets extra time."""
+EACH = 0.01
+"""Extra seconds that a verb gets for each key."""
+TRIES = 3
+"""How often a `put` looks again where another has put a pack between its look and its own."""
+
+
+@dataclass
+class _Group:
+    """The blocks of one call that may lie in one pack. `keys`: of the group, from its first one on,
+    as far as they are known. `wanted`: of each number in it the places in the call."""
+
+    keys: Sequence[bytes]
+    wanted: dict[int, list[int]] = field(default_factory=dict)
+
+    def left(self, done: Sequence[bool]) -> list[int]:
+        """The numbers that are not done, rising."""
+        return sorted(n for n, places in self.wanted.items() if not done[places[0]])
+
+    def is_alone(self, firsts: Set[bytes]) -> bool:
+        """Whether it is one block, which is among these."""
+        return len(self.keys) == 1 and self.keys[0] in firsts
+
+
+class _Piece(NamedTuple):
+    """Blocks in a row of the pack of `key`, from its number `at` on: their places in the call."""
+
+    key: bytes
+    at: int
+    places: list[list[int]]
+
+
+class PackStore:
+    """A TierStore whose blocks lie in packs of a bucket, which others share. Thread-safe.
+
+    A block that does not verify is a miss, and its pack is deleted, so that the next `put` stores
+    it anew. `drop` deletes whole packs: those that begin with a key, and those known to have it. A
+    verb begins nothing after `timeout`, plus `EACH` seconds a key and one for each `SLOWEST` bytes;
+    it waits for what it has begun. Verbs raise TierUnavailable where the bucket does not answer.
+    """
+
+    def __init__(
+        self, bucket: Bucket, payload_bytes: int, *, timeout: float, connections: int
+    ) -> None:
+        """`timeout` in seconds; `connections`: how many calls of the bucket there are at once. The
+        store owns the bucket. Raises RuntimeError where threads can't be had."""
+        self._bucket = bucket
+        self._payload_bytes = payload_bytes
+        self._pack_blocks = blocks_of_pack(payload_bytes)
+        self._timeout = timeout
+        self._threads = io_executor(connections, "packs")
+        self._known = KnownPacks()
+        self._damaged, self._renewed = LockedCounter(), LockedCounter()
+
+    # -- verbs -------------------------------------------------------------------------------
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask for each key by itself; one in the midst of a pack is found where those before it in
+        the pack are asked for, too. `held_prefix` needs far fewer questions."""
+        found = self._indexes(keys, self._limit(len(keys)), known=False)
+        held = [False] * len(keys)
+        for at, key in enumerate(keys):
+            index = found[key]
+            if index is not None:
+                count = index.matches(keys, at)
+                held[at : at + count] = [True] * count
+        return held
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        """See `Packs`. A few round trips, however long the prompts; what is known to be there is
+        not asked for."""
+        probes = [search.held(keys, self._pack_blocks) for keys in prompts]
+        return self._together(probes, self._limit(sum(map(len, prompts))), known=True)
+
+    def pack_blocks(self) -> int:
+        return self._pack_blocks
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Store what is not there yet, in packs; True also for what is."""
+        held = [False] * len(blocks)
+        groups, deadline = self._groups(blocks), self._limit_of(blocks)
+        for attempt in range(TRIES):
+            self._mark_held(groups, held, deadline)
+            if not attempt:
+                self._renewed.count("value", sum(held))
+            pieces = [piece for group in groups for piece in _missing(group, held)]
+            if not pieces:
+                break
+            created, error = self._each(lambda p: self._put_piece(p, blocks), pieces, deadline)
+            for piece, is_new in zip(pieces, created, strict=True):
+                if is_new:
+                    _mark(held, piece.places)
+            if error is not None and not any(held):
+                raise error
+            if error is not None or all(created):
+                break
+        return held
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Fill each block's payload. Most lie in the pack that begins their group: it is read at
+        once. For others the indexes are read, and then their packs."""
+        hits = [False] * len(blocks)
+        groups, deadline = self._groups(blocks), self._limit_of(blocks)
+        pieces = [piece for group in groups for piece in self._guess(group)]
+        gone = self._load(pieces, blocks, hits, deadline)
+        left = [group for group in groups if group.left(hits) and not group.is_alone(gone)]
+        if left:
+            probes = [search.cover(group.keys, group.left(hits)) for group in left]
+            spans = self._together(probes, deadline)
+            pieces = [
+                piece
+                for group, some in zip(left, spans, strict=True)
+                for piece in _pieces(group, some, hits)
+            ]
+            self._load(pieces, blocks, hits, deadline, are_there=True)
+        return hits
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        firsts = self._known.packs_with(keys) | set(keys)
+        self._known.discard(firsts)
+        self._bucket.delete([name_of(key) for key in firsts])
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._bucket.close()
+
+    # -- capabilities ------------------------------------------------------------------------
+
+    def damaged(self) -> int:
+        return self._damaged.total
+
+    def counts(self) -> PutCounts:
+        """Blocks that were there when they were to be stored; what goes is the bucket's own."""
+        return PutCounts(renewed=self._renewed.total)
+
+    def reach(self) -> None:
+        """Ask the bucket for a name, as a look-up does."""
+        self._bucket.read(name_of(bytes(17)), 0, [memoryview(bytearray(INDEX_BYTES))])
+
+    def describe(self) -> str:
+        return f"{self._bucket.describe()}, {self._pack_blocks} blocks a pack"
+
+    # -- groups ------------------------------------------------------------------------------
+
+    def _groups(self, blocks: Sequence[Block]) -> list[_Group]:
+        found: dict[tuple[int, int], _Group] = {}
+        for place, block in enumerate(blocks):
+            prefix = block.prefix
+            if prefix is None:
+                found[-1 - place, 0] = _Group([block.key], {0: [place]})
+                continue
+            base = prefix.at - prefix.at % self._pack_blocks
+            group = found.get((id(prefix.keys), base))
+            if group is None:
+                keys = prefix.keys[base : base + self._pack_blocks]
+                group = found[id(prefix.keys), base] = _Group(keys)
+            group.wanted.setdefault(prefix.at - base, []).append(place)
+        return list(found.values())
+
+    def _mark_held(self, groups: Sequence[_Group], held: list[bool], deadline: Deadline) -> None:
+        """Note what is there now, as the bucket says, not as is known."""
+        asked = [group for group in groups if group.left(held)]
+        probes = [search.cover(group.keys, group.left(held)) for group in asked]
+        for group, spans in zip(asked, self._together(probes, deadline), strict=True):
+            for span in spans:
+                for number in range(span.at, span.stop):
+                    _mark(held, [group.wanted.get(number, [])])
+
+    def _guess(self, group: _Group) -> list[_Piece]:
+        """Where the blocks lie: as is known, or else all in the pack that begins their group."""
+        spans = search.walk_known(group.keys, self._known.get)
+        if not spans or spans[-1].stop <= max(group.wanted):
+            spans = [Span(group.keys[0], 0, len(group.keys))]
+        return _pieces(group, spans, ())
+
+    # -- the bucket --------------------------------------------------------------------------
+
+    def _together(
+        self,
+        probes: Sequence[Generator[Sequence[bytes], Found, R]],
+        deadline: Deadline,
+        known: bool = False,
+    ) -> list[R]:
+        """Let searches go on together; what they found. `known`: what is known is not read."""
+        results: dict[int, R] = {}
+        asked: dict[int, Sequence[bytes]] = {}
+
+        def go_on(number: int, found: Found | None) -> None:
+            probe = probes[number]
+            try:
+                asked[number] = next(probe) if found is None else probe.send(found)
+            except StopIteration as end:
+                asked.pop(number, None)
+                results[number] = end.value
+
+        for number in range(len(probes)):
+            go_on(number, None)
+        while asked:
+            keys = [key for some in asked.values() for key in some]
+            found = self._indexes(keys, deadline, known)
+            for number in list(asked):
+                go_on(number, found)
+        return [results[number] for number in range(len(probes))]
+
+    def _indexes(
+        self, keys: Sequence[bytes], deadline: Deadline, known: bool
+    ) -> dict[bytes, Index | None]:
+        """The indexes of the packs that begin with these keys; None: there is no such pack."""
+        found = dict.fromkeys(keys)
+        if known:
+            found.update((key, self._known.get(key)) for key in keys)
+        asked = [key for key, index in found.items() if index is None]
+        answers, error = self._each(self._read_index, asked, deadline)
+        if error is not None:
+            raise error
+        found.update(zip(asked, answers, strict=True))
+        return found
+
+    def _read_index(self, key: bytes) -> Index | None:
+        data = bytearray(INDEX_BYTES)
+        name = name_of(key)
+        count = self._bucket.read(name, 0, [memoryview(data)])
+        if count is None:
+            return None
+        try:
+            index = parse_index(memoryview(data)[:count])
+            if not index.matches([key]):
+                raise RecordError("the pack begins with another block")
+        except RecordError as error:
+            logger.debug("pack %s: %s", name, error)
+            self._damaged.count("index")
+            self._bucket.delete([name])
+            return None
+        if index.payload_bytes != self._payload_bytes:
+            return None
+        self._known.add(key, index)
+        return index
+
+    def _put_piece(self, piece: _Piece, blocks: Sequence[Block]) -> bool:
+        """Put a pack; False: there is one that begins with the same block."""
+        given = [blocks[places[0]] for places in piece.places]
+        keys, size = [block.key for block in given], self._payload_bytes
+        parts: list[Buffer] = [pack_index(keys, size)]
+        for block in given:
+            parts.append(pack_header(block.key, size, block.payload, checksum=block.checksum))
+            parts.append(block.payload)
+        if not self._bucket.put(name_of(piece.key), parts):
+            return False
+        self._known.add(piece.key, parse_index(parts[0]))
+        return True
+
+    def _load(
+        self,
+        pieces: Sequence[_Piece],
+        blocks: Sequence[Block],
+        hits: list[bool],
+        deadline: Deadline,
+        are_there: bool = False,
+    ) -> set[bytes]:
+        """Read pieces and note which blocks came; the keys of packs that do not exist. `are_there`:
+        the packs' indexes say that they have these blocks. Raises if none has come."""
+        read, error = self._each(lambda p: self._read_piece(p, blocks), pieces, deadline)
+        spoilt: set[bytes] = set()
+        for piece, good in zip(pieces, read, strict=True):
+            _mark(hits, good or [])
+            if are_there and good is not None and len(good) < len(piece.places):
+                spoilt.add(piece.key)
+                self._damaged.count("record", len(piece.places) - len(good))
+        if error is not None and not any(hits):
+            raise error
+        self._known.discard(spoilt)
+        with suppress(TierError, OSError):  # what is loaded stays loaded; the next load finds them
+            self._bucket.delete([name_of(key) for key in spoilt])
+        answered = zip(pieces, read, strict=True)
+        return {piece.key for piece, good in answered if good is None and error is None}
+
+    def _read_piece(self, piece: _Piece, blocks: Sequence[Block]) -> list[list[int]] | None:
+        """Read records into their blocks' payloads; the places of those that verify. None: there is
+        no such pack."""
+        headers = memoryview(bytearray(HEADER_BYTES * len(piece.places)))
+        each = [headers[at : at + HEADER_BYTES] for at in range(0, len(headers), HEADER_BYTES)]
+        given = [blocks[places[0]] for places in piece.places]
+        views = [v for pair in zip(each, given, strict=True) for v in (pair[0], pair[1].payload)]
+        start = record_start(piece.at, self._payload_bytes)
+        count = self._bucket.read(name_of(piece.key), start, views)
+        if count is None:
+            self._known.discard([piece.key])
+            return None
+        whole = count // (HEADER_BYTES + self._payload_bytes)
+        good: list[list[int]] = []
+        for number, places in enumerate(piece.places[:whole]):
+            block = given[number]
+            with suppress(RecordError):
+                verify(expect(each[number], block.key, self._payload_bytes), block.payload)
+                for place in places[1:]:
+                    blocks[place].payload[:] = block.payload
+                good.append(places)
+        return good
+
+    def _each(
+        self, call: Callable[[T], R | None], some: Sequence[T], deadline: Deadline
+    ) -> tuple[list[R | None], Exception | None]:
+        """Call this for each, many at once; the results, None of those that failed, and an error
+        that was raised, if any was. Waits for all that has begun."""
+
+        def in_time(one: T) -> R | None:
+            if deadline.is_over:
+                raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
+            return call(one)
+
+        futures = [self._threads.submit(in_time, one) for one in some]
+        wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        odd = [error for error in errors if not isinstance(error, TierError | OSError)]
+        if odd:
+            raise odd[0]
+        results = [None if future.exception() else future.result() for future in futures]
+        return results, next((e for e in errors if isinstance(e, Exception)), None)
+
+    def _limit(self, keys: int, num_bytes: int = 0) -> Deadline:
+        return Deadline(self._timeout + EACH * keys + num_bytes / SLOWEST)
+
+    def _limit_of(self, blocks: Sequence[Block]) -> Deadline:
+        return self._limit(len(blocks), len(blocks) * self._payload_bytes)
+
+
+def _mark(done: list[bool], places: Sequence[Sequence[int]]) -> None:
+    for some in places:
+        for place in some:
+            done[place] = True
+
+
+def _rows(numbers: Sequence[int]) -> list[range]:
+    """Numbers that rise, as ranges of those that follow each other."""
+    rows: list[range] = []
+    for number in numbers:
+        if rows and rows[-1].stop == number:
+            rows[-1] = range(rows[-1].start, number + 1)
+        else:
+            rows.append(range(number, number + 1))
+    return rows
+
+
+def _missing(group: _Group, held: Sequence[bool]) -> list[_Piece]:
+    """The packs to put for what is not held."""
+    return [
+        _Piece(group.keys[row.start], 0, [group.wanted[number] for number in row])
+        for row in _rows(group.left(held))
+    ]
+
+
+def _pieces(group: _Group, spans: Sequence[Span], hits: Sequence[bool]) -> list[_Piece]:
+    """The parts of packs to read for what has not come."""
+    wanted = group.left(hits) if hits else sorted(group.wanted)
+    return [
+        _Piece(span.key, row.start - span.at, [group.wanted[number] for number in row])
+        for span in spans
+        for row in _rows([number for number in wanted if span.at <= number < span.stop])
+    ]

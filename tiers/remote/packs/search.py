@@ -1,0 +1,108 @@
+"""Which packs hold a prompt's blocks, found by reading few indexes.
+
+Each search is a generator: it yields the keys whose packs it wants to know, and is sent their
+indexes, None for a pack that is not there. So several go on together, a round trip for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tiers.remote.packs.pack import Index
+
+Found: TypeAlias = Mapping[bytes, Index | None]
+
+AHEAD = 16
+"""Indexes that are read at once behind a pack that ends early: what follows is often short."""
+FIRST_PROBES = 8
+"""First blocks of groups that a prompt is asked for to begin with: most prompts are not there."""
+PROBES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Blocks `at` to `at + count` of some keys, which are the first of the pack of `key`."""
+
+    key: bytes
+    at: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.count
+
+
+def walk(
+    keys: Sequence[bytes], at: int, stop: int
+) -> Generator[Sequence[bytes], Found, list[Span]]:
+    """From block `at` on, pack by pack, up to `stop` or as far as there are packs."""
+    spans: list[Span] = []
+    ahead = 1
+    while at < stop:
+        found = yield keys[at : min(at + ahead, stop)]
+        if found[keys[at]] is None:
+            break
+        while at < stop and (index := found.get(keys[at])) is not None:
+            count = min(index.matches(keys, at), stop - at)
+            if not count:  # a digest's accident, or a pack under another's name
+                return spans
+            spans.append(Span(keys[at], at, count))
+            at += count
+        ahead = AHEAD
+    return spans
+
+
+def walk_known(keys: Sequence[bytes], known: Callable[[bytes], Index | None]) -> list[Span]:
+    """As `walk` from the first block on, as far as the packs are known."""
+    spans: list[Span] = []
+    at = 0
+    while at < len(keys) and (index := known(keys[at])) is not None:
+        count = index.matches(keys, at)
+        if not count:
+            break
+        spans.append(Span(keys[at], at, count))
+        at += count
+    return spans
+
+
+def cover(
+    keys: Sequence[bytes], wanted: Sequence[int]
+) -> Generator[Sequence[bytes], Found, list[Span]]:
+    """The packs of a group that hold `wanted` numbers, which rise: from its first block on, or, if
+    packs are missing before, from the first one that is wanted."""
+    first, stop = wanted[0], wanted[-1] + 1
+    spans = yield from walk(keys, 0, stop)
+    if (spans[-1].stop if spans else 0) < first:
+        spans = yield from walk(keys, first, stop)
+    return spans
+
+
+def held(keys: Sequence[bytes], pack_blocks: int) -> Generator[Sequence[bytes], Found, int]:
+    """How many blocks of a prompt are there, from its first on. The groups before the last one that
+    begins are taken for whole: a block stands for all before it."""
+    heads = keys[::pack_blocks]
+    low, high = -1, len(heads)  # the last that is there, the first that is not
+    probes = FIRST_PROBES
+    while high - low > 1:
+        numbers = _spread(low, high, probes)
+        found = yield [heads[number] for number in numbers]
+        for number in numbers:
+            if found[heads[number]] is None:
+                high = number
+                break
+            low = number
+        probes = PROBES
+    if low < 0:
+        return 0
+    base = low * pack_blocks
+    spans = yield from walk(keys, base, min(base + pack_blocks, len(keys)))
+    return spans[-1].stop if spans else base
+
+
+def _spread(low: int, high: int, count: int) -> list[int]:
+    """Some numbers between these two, evenly; the first of all is among them."""
+    gap = high - low
+    numbers = {low + max(1, gap * step // (count + 1)) for step in range(1, count + 1)}
+    return sorted({number for number in numbers if number < high} | ({0} if low < 0 else set()))

@@ -1,0 +1,129 @@
+"""Tests of a store that keeps blocks of one prompt together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiers.store import Block, GatheredBlock, Packs, Prefix, TierStore, each
+from tiers.testing.harness import Memory, StoreUnderTest, make_key
+
+_BYTES = 4096
+
+
+class PrefixTests(StoreUnderTest):
+    """What `put`, `get` and `held_prefix` make of a prompt, stored as an engine does."""
+
+    def test_a_prompt_is_found_and_got_from_any_block_on(self) -> None:
+        with self.opened(_BYTES) as store:
+            packs = self.having(store, Packs)
+            group = packs.pack_blocks()
+            assert type(group) is int and group > 0, f"pack_blocks is {group!r}"
+            keys = _prompt(3 * group + 2)
+            assert _counted(packs, keys) == 0
+            self._put_prompt(store, keys)
+            assert _counted(packs, keys) == len(keys)
+            assert _counted(packs, [*keys, *_prompt(5)]) == len(keys), "held, and never put"
+            for first in (0, 1, group - 1, group, len(keys) - 1):
+                self._load(store, keys, range(first, len(keys)))
+            self._load(store, keys, range(0, len(keys), 3))
+            if self.shared:
+                with self.opened(_BYTES) as other:  # knows nothing of those
+                    self._load(other, keys, range(group + 1, len(keys)))
+                    assert _counted(self.having(other, Packs), keys) == len(keys)
+
+    def test_prompts_that_part_share_what_they_have_in_common(self) -> None:
+        with self.opened(_BYTES) as store:
+            packs = self.having(store, Packs)
+            group = packs.pack_blocks()
+            for common in (group // 2, group, group + 1):
+                one = _prompt(2 * group + 1)
+                other = one[:common] + _prompt(group + 1)
+                self._put_prompt(store, one)
+                assert _counted(packs, other) == common
+                self._put_prompt(store, other, common)
+                for keys in (one, other):
+                    assert _counted(packs, keys) == len(keys)
+                    self._load(store, keys, range(len(keys)))
+
+    def test_blocks_that_come_one_by_one(self) -> None:
+        """As those of an answer do; and a batch may begin anywhere."""
+        with self.opened(_BYTES) as store:
+            packs = self.having(store, Packs)
+            keys = _prompt(packs.pack_blocks() + 7)
+            self._put_prompt(store, keys[:3])
+            for count in range(4, len(keys) + 1):
+                self._put_prompt(store, keys[:count], count - 1)
+            assert _counted(packs, keys) == len(keys)
+            self._load(store, keys, range(2, len(keys)))
+            self._put_prompt(store, keys)
+            self._load(store, keys, range(len(keys)))
+
+    def test_a_dropped_block_of_a_prompt_is_gone(self) -> None:
+        with self.opened(_BYTES) as store:
+            packs = self.having(store, Packs)
+            keys = _prompt(packs.pack_blocks())
+            self._put_prompt(store, keys)
+            at = len(keys) // 2
+            store.drop([keys[at]])
+            assert _counted(packs, keys) <= at
+            assert not self._hits(store, keys, [at])[0], "a dropped block is served"
+            self._put_prompt(store, keys)
+            self._load(store, keys, range(len(keys)))
+
+    def test_several_prompts_at_once(self) -> None:
+        with self.opened(_BYTES) as store:
+            packs = self.having(store, Packs)
+            prompts = [_prompt(count) for count in (1, 3, packs.pack_blocks() + 2)]
+            for keys in prompts[1:]:
+                self._put_prompt(store, keys)
+            asked = [*prompts, [], prompts[2][:2]]
+            found: object = packs.held_prefix(asked)
+            assert found == [0, len(prompts[1]), len(prompts[2]), 0, 2], f"held_prefix: {found}"
+
+    def _put_prompt(self, store: TierStore, keys: Sequence[bytes], first: int = 0) -> None:
+        """Store a prompt from block `first` on, in batches."""
+        group = self.having(store, Packs).pack_blocks()
+        for start in range(first, len(keys), 64):
+            numbers = range(start, min(start + 64, len(keys)))
+            memory = Memory([keys[number] for number in numbers], _BYTES).fill()
+            base = start - start % group
+            blocks = _placed(memory, keys[base : numbers.stop], [n - base for n in numbers])
+            assert each("put", store.put([b.readonly() for b in blocks]), len(blocks)) == [
+                True
+            ] * len(blocks)
+
+    def _load(self, store: TierStore, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
+        hits = self._hits(store, keys, numbers)
+        lost = [number for number, hit in zip(numbers, hits, strict=True) if not hit]
+        assert not lost, f"blocks {lost} of a prompt were put and are misses"
+
+    def _hits(self, store: TierStore, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
+        group = self.having(store, Packs).pack_blocks()
+        hits: list[bool] = []
+        for start in range(0, len(numbers), 64):
+            some = numbers[start : start + 64]
+            memory = Memory([keys[number] for number in some], _BYTES)
+            base = some[0] - some[0] % group
+            blocks = _placed(memory, keys[base : some[-1] + 1], [n - base for n in some])
+            got = each("get", store.get(blocks), len(blocks))
+            for index, hit in enumerate(got):
+                assert not hit or memory.holds(index), "a hit with other bytes than were put"
+            memory.check_canaries()
+            hits += got
+        return hits
+
+
+def _prompt(count: int) -> list[bytes]:
+    space = make_key(16)
+    return [make_key(48, start=space) for _ in range(count)]
+
+
+def _counted(packs: Packs, keys: Sequence[bytes]) -> int:
+    return packs.held_prefix([keys])[0]
+
+
+def _placed(memory: Memory, keys: Sequence[bytes], places: Sequence[int]) -> list[Block]:
+    return [
+        GatheredBlock(block.key, block.payload, None, Prefix(keys, at))
+        for block, at in zip(memory.blocks, places, strict=True)
+    ]
