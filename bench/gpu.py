@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from bench.blocks import both_ways, sizes
 from bench.gpu_loads import load_cases
+from bench.gpu_work import stand_in_cases, work_cases
 from bench.main import Scale
 from bench.report import Case, Measure
 from tiers.contract.block_copier import Fence
@@ -53,9 +55,12 @@ _NAMES = (
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     """Gather and scatter, their effect on compute, and both by block size."""
     if not torch.cuda.is_available():
-        yield (
-            Case("gpu", name, "", None, target=target, why="no CUDA device here")
-            for name, target in _NAMES
+        yield chain(
+            (
+                Case("gpu", name, "", None, target=target, why="no CUDA device here")
+                for name, target in _NAMES
+            ),
+            stand_in_cases(SHAPES, 4 if scale.smoke else BLOCKS),
         )
         return
     with ExitStack() as stack:
@@ -152,6 +157,8 @@ def _shapes(scale: Scale) -> Iterator[Case]:
                     limit, ours = contiguous(batch.num_bytes, to_device), batch.rate(move)
                     case = f"{name}, {of.format(BLOCKS)}, {slots}"
                     yield Case("gpu", case, "GB/s", ours, limit, target=0.9)
+                if fragmented:
+                    yield from work_cases(batch, of.format(BLOCKS), BLOCKS)
             with ExitStack() as stack:
                 batch = Batch(STEP_BLOCKS, block_bytes, stack, shape.layers, fragmented)
                 case = f"the engine's thread, {of.format(STEP_BLOCKS)}, {slots}"

@@ -22,6 +22,7 @@ import torch
 
 from bench.gpu import BLOCKS, SHAPES, Shape
 from bench.report import Case, Measure, Row, measure, write_json
+from tiers.gpu.bus import BATCHED, Batch
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import SlotMemory
 
@@ -29,9 +30,6 @@ SUITE = "gpu"
 WAVE_BYTES = 32 << 20
 """What a load puts into the paged KV at a time."""
 ROUNDS = 3
-IN_STREAM_ORDER = 1
-"""The source is read when the stream comes to the copy (CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)."""
-BATCHED = "cuMemcpyBatchAsync"
 OF_VLLM = "vLLM's swap_blocks_batch"
 
 
@@ -47,27 +45,13 @@ Copy = Callable[[Pages], None]
 """Queues the copies of a wave on the current stream."""
 
 
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: how sources are read; places of both sides (unused); flags."""
-
-    _fields_ = [("order", ctypes.c_uint), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
-
-
-def batched(driver: ctypes.CDLL, stream: Callable[[], int]) -> Copy:
-    """Copies by the driver's cuMemcpyBatchAsync, as CUDA 12.8 has it. Raises AttributeError where
-    the driver has none. `stream`: the address of the stream that they are queued on."""
-    call = driver.cuMemcpyBatchAsync
-    call.restype = ctypes.c_uint
-    pointer, count = ctypes.c_void_p, ctypes.c_size_t
-    call.argtypes = [pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer]
+def batched(batch: Batch, stream: Callable[[], int]) -> Copy:
+    """Copies by the driver's batched copy, on the stream of a handle."""
 
     def copy(pages: Pages) -> None:
-        attributes, first, failed = _Attributes(IN_STREAM_ORDER), count(0), count(0)
-        places = [tensor.data_ptr() for tensor in (pages.targets, pages.sources, pages.sizes)]
-        of_all = ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed)
-        code = call(*places, len(pages.sizes), *of_all, stream())
-        if code:
-            raise RuntimeError(f"{BATCHED}: error {code} at copy {failed.value}")
+        places = pages.targets.data_ptr(), pages.sources.data_ptr(), pages.sizes.data_ptr()
+        if code := batch.queue(places, len(pages.sizes), stream()):
+            raise RuntimeError(f"{BATCHED}: error {code}")
 
     return copy
 
@@ -77,7 +61,8 @@ def _peers() -> dict[str, Copy | str]:
     found: dict[str, Copy | str] = {}
     beside = torch.cuda.Stream()  # the driver refuses batches on the default one
     try:
-        found[BATCHED] = batched(ctypes.CDLL("libcuda.so.1"), lambda: beside.cuda_stream)
+        batch = Batch(ctypes.CDLL("libcuda.so.1"))
+        found[BATCHED] = batched(batch, lambda: beside.cuda_stream)
     except (OSError, AttributeError) as error:
         found[BATCHED] = str(error)
     try:
@@ -140,7 +125,7 @@ class Blocks:
         for wave in self._waves:
             blocks, slots = [self._blocks[slot] for slot in wave], list(wave)
             if to_device:
-                fence = self._copier.fence()
+                (fence := self._copier.fence()).wait()
                 self._copier.scatter(self._memory.rows, slots, blocks, fence)
             else:
                 self._copier.gather(blocks, self._memory.rows, slots).wait()

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench import gpu_peers
 from bench.gpu import Shape
 from bench.gpu_peers import Pages, batched, cases
 from bench.report import measure
+from tests.gpu.stub_driver import Driver
+from tiers.gpu.bus import Batch
+from tiers.gpu.copier import CpuCopier
 
 SHAPE = Shape("small", layers=3, page_bytes=512)
 STREAM = 77
 
 
-class Driver:
-    """libcuda, as far as it copies batches; `goes_wrong` changes a batch's places."""
-
-    def __init__(self, goes_wrong: Callable[[list[int]], None] = lambda places: None) -> None:
-        self.copies = 0
-        self.code = 0
-        self._goes_wrong = goes_wrong
-        pointer, count = ctypes.c_void_p, ctypes.c_size_t
-        given = [pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer]
-        self.cuMemcpyBatchAsync: Any = ctypes.CFUNCTYPE(ctypes.c_uint, *given)(self._copy)
-
-    def _copy(self, targets: int, sources: int, sizes: int, count: int, *more: int) -> int:
-        attributes, first, number, failed, stream = more
-        (order,) = (ctypes.c_uint * 1).from_address(attributes)
-        if (order, stream, number) != (1, STREAM, 1) or (ctypes.c_size_t).from_address(first).value:
-            return 1
-        places = [[*(ctypes.c_uint64 * count).from_address(at)] for at in (targets, sources, sizes)]
-        self._goes_wrong(places[0])
-        for target, source, size in zip(*places, strict=True):
-            ctypes.memmove(target, source, size)
-            self.copies += 1
-        ctypes.c_size_t.from_address(failed).value = 5
-        return self.code
-
-
 def stubbed(driver: Driver) -> Callable[[Pages], None]:
-    return batched(driver, lambda: STREAM)  # type: ignore[arg-type]
+    return batched(Batch(driver), lambda: STREAM)
 
 
 def test_each_way_moves_the_same_bytes() -> None:
@@ -58,7 +36,9 @@ def test_each_way_moves_the_same_bytes() -> None:
 
 
 def test_a_copy_that_goes_wrong_is_not_measured() -> None:
-    peers: dict[str, Any] = {"batches": stubbed(Driver(lambda targets: targets.reverse()))}
+    driver = Driver()
+    driver.goes_wrong = lambda targets: targets.reverse()
+    peers: dict[str, Any] = {"batches": stubbed(driver)}
     with pytest.raises(ValueError, match="way there other bytes arrived"):
         next(cases("cpu", peers, [SHAPE], count=7))
 
@@ -66,7 +46,24 @@ def test_a_copy_that_goes_wrong_is_not_measured() -> None:
 def test_a_driver_that_refuses_is_told_of() -> None:
     driver = Driver()
     driver.code = 801
-    with pytest.raises(RuntimeError, match="error 801 at copy 5"):
+    with pytest.raises(RuntimeError, match="error 801"):
         next(cases("cpu", {"batches": stubbed(driver)}, [SHAPE], count=7))
-    with pytest.raises(AttributeError):
-        batched(SimpleNamespace(), lambda: STREAM)  # type: ignore[arg-type]
+
+
+class Strict(CpuCopier):
+    """As a device's copier: a load whose fence nobody has waited for is an error."""
+
+    waited = False
+
+    def fence(self) -> Any:
+        return SimpleNamespace(wait=lambda: setattr(self, "waited", True))
+
+    def scatter(self, *args: Any) -> Any:
+        assert self.waited, "wait for the fence before"
+        self.waited = False
+        return super().scatter(*args)
+
+
+def test_a_load_is_behind_its_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_peers, "open_copier", Strict)
+    next(cases("cpu", {}, [SHAPE], count=7), None)

@@ -23,6 +23,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.gpu.stub_driver import Driver
+from tiers.gpu import cuda
+from tiers.gpu.bus import Batch
+
 Site = tuple[str, int]
 """A line of code: the end of its file's path, and its number."""
 
@@ -52,6 +56,8 @@ class Stream:
         self._queue: deque[tuple[Mark | None, Callable[[], object]]] = deque()
         self.queued = self.ran = 0
         model.streams.append(self)
+        self.cuda_stream = len(model.streams)
+        """Its handle."""
 
     def put(self, operation: Callable[[], object], behind: Mark | None = None) -> None:
         """Queue an operation, which waits for `behind` on another stream."""
@@ -150,6 +156,19 @@ class Model:
         self._current = [self.compute]
         self._made_on: dict[int, tuple[torch.Tensor, Stream]] = {}
         self._running = False
+        self.driver = Driver(self._put_by_driver)
+        self.has_batches = True
+        """Whether the driver copies batches."""
+
+    def _put_by_driver(self, handle: int, operation: Callable[[], None]) -> None:
+        self.fails()
+        stream = self.streams[handle - 1]
+        assert stream is self._current[-1] is not self.compute
+        stream.put(operation)
+
+    def open_batch(self, device: object, stream: Stream) -> Batch | None:
+        """As `open_batch`, which tries nothing here."""
+        return Batch(self.driver) if self.has_batches else None
 
     def is_taken_away(self) -> bool:
         """Whether one of the lines that lead here is the one whose wait is left out."""
@@ -239,6 +258,7 @@ class Model:
         patch.setattr(torch.cuda, "synchronize", model.synchronize)
         patch.setattr(torch.cuda, "stream", model.on)
         patch.setattr(torch.cuda, "device", model.device)
+        patch.setattr(cuda, "open_batch", model.open_batch)
 
 
 class Operations(TorchFunctionMode):

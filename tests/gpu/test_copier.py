@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tiers.contract.block_copier import ENDED
 from tiers.errors import TierUnusable
-from tiers.gpu import cuda
+from tiers.gpu import bus, cuda
 from tiers.gpu.copier import open_copier, open_copiers
 from tiers.gpu.cuda import CudaCopier
 from tiers.host.slot_memory import SlotMemory, register
@@ -92,6 +93,16 @@ def test_one_kernel_copies_all_pages() -> None:
     assert isinstance(copier, CudaCopier)
     assert isinstance(copier._copies, page_kernel.KernelCopies)
     copier.close()
+
+
+@needs_cuda
+def test_the_driver_copies_batches() -> None:
+    """One that has the function must be able to."""
+    try:
+        bus.Batch(ctypes.CDLL("libcuda.so.1"))
+    except (OSError, AttributeError) as error:
+        pytest.skip(str(error))
+    assert bus.open_batch(torch.device("cuda", 0), torch.cuda.Stream()) is not None
 
 
 @needs_cuda

@@ -25,7 +25,6 @@ from tests.gpu.streamed_engine import RUNNERS, STREAMS, Runner, StreamedCopier, 
 from tests.support.replay_chains import MODEL, SLOT, measured
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda
-from tiers.host import slot_memory
 from tiers.testing import GivenSpec, MemoryStore
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +100,8 @@ def test_streams_may_be_late_or_early(
     assert engine.scheduler.preemptions > 0
     loaded = [measured(engine, "loaded_tokens", tier) for tier in ("cpu", "store")]
     assert any(loaded) if RUNNERS[runner].ahead else all(loaded)
+    driver = engine.device.driver
+    assert driver.batches > 0 == driver.refused
     assert measured(engine, "load_timeouts", "cpu") + measured(engine, "load_timeouts", "store") > 0
 
 
@@ -273,6 +274,18 @@ def test_beginnings_ends_and_failures(
     end(Model(STREAMS, eager), monkeypatch)
 
 
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: str(end.__name__))
+@pytest.mark.parametrize("eager", EAGER[:3], ids=lambda names: "+".join(names) or "none")
+def test_they_are_the_same_where_the_driver_has_no_batches(
+    end: Callable[[Model, pytest.MonkeyPatch], None],
+    eager: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model(STREAMS, eager)
+    model.has_batches = False
+    end(model, monkeypatch)
+
+
 @pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (-1, 0), (0, BLOCKS), (0, -1)])
 def test_a_number_out_of_range_reaches_no_device(
     block: int, slot: int, monkeypatch: pytest.MonkeyPatch
@@ -322,20 +335,6 @@ def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> 
     ours.load(slots, range(count))
     assert torch.equal(ours.kv, before)
     assert model.deepest < 600
-
-
-def test_no_copy_crosses_from_what_one_call_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * SLOT)
-    ours = Copies(Model(STREAMS), monkeypatch, 12)
-    runs: list[tuple[int, int]] = []
-
-    def copy(rows: torch.Tensor, staged: torch.Tensor) -> None:
-        assert len(rows) == len(staged)
-        runs.append((int(rows.storage_offset()) // SLOT, len(rows)))
-
-    slots = [0, 1, 4, 5, 6, 7, 8, 9, 11]
-    cuda.cross(ours.rows, slots, torch.zeros(9, SLOT, dtype=torch.uint8), copy, SLOT)
-    assert runs == [(0, 2), (4, 2), (6, 3), (9, 1), (11, 1)]
 
 
 def test_groups_share_streams_and_staging(monkeypatch: pytest.MonkeyPatch) -> None:

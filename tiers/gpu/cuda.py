@@ -28,13 +28,12 @@ from typing import NamedTuple
 import torch
 
 from tiers.concurrency.executors import io_executor
+from tiers.gpu.bus import Bus, open_batch
 from tiers.gpu.pages import Copies, PageCopies, PagedKV
-from tiers.host.slot_memory import pinned_together, slot_stride
+from tiers.host.slot_memory import slot_stride
 
 logger = logging.getLogger(__name__)
 
-_Copy = Callable[[torch.Tensor, torch.Tensor], None]
-"""Queues a copy between rows and staged ones."""
 WAVE_BYTES = 16 << 20
 """Staging of one wave, or a block's bytes if those are more."""
 WAVES = 2
@@ -105,7 +104,7 @@ class CudaCopier:
 
     Gathers are queued by a thread of their own: the engine's thread records an event and goes on.
     What is queued for a gather does not depend on which slots it fills, but for the copies over the
-    bus: those are one a run of neighbouring slots.
+    bus, see `Bus`.
 
     `in_step`: `gather` returns when all is queued, for an engine that gives its paged KV away as
     soon as its device has nothing to do. `staging`: what it shares with other copiers.
@@ -128,7 +127,7 @@ class CudaCopier:
         self._copies = open_copies(self._paged.pages)
         self._stride = slot_stride(self.payload_bytes)
         shared = staging or Staging(self._device, self._stride)
-        self._out, self._in = shared.out, shared.into
+        self._out, self._in, self._bus = shared.out, shared.into, shared.bus
         self._loading, self._thread = shared.loading, shared.thread
 
     def fence(self) -> _Fence:
@@ -151,7 +150,7 @@ class CudaCopier:
     ) -> _Gathered:
         self._paged.require_in_range(blocks, rows, slots)
         slots, blocks = _by_slot(slots, blocks)
-        ring, size = self._out, self._stride
+        ring, bus, size = self._out, self._bus, self._stride
         with torch.cuda.device(self._device):
             ring.filling.wait_event(after)
             numbers = self._send(blocks, ring.filling)
@@ -160,9 +159,7 @@ class CudaCopier:
                     len(blocks),
                     self._copies.launches,
                     lambda first, last, staged: self._copies.gather(numbers, first, last, staged),
-                    lambda first, last, staged: cross(
-                        rows, slots[first:last], staged, _leave, size
-                    ),
+                    lambda first, last, staged: bus.leave(rows, slots[first:last], staged, size),
                 )
             except RuntimeError:
                 # What was queued must not arrive when the slots are another's.
@@ -186,12 +183,12 @@ class CudaCopier:
                 raise
 
     def _scatter(self, rows: torch.Tensor, slots: list[int], blocks: list[int]) -> None:
-        ring, size = self._in, self._stride
+        ring, bus, size = self._in, self._bus, self._stride
         numbers = self._send(blocks, ring.emptying)
         ring.pass_through(
             len(blocks),
             self._copies.launches,
-            lambda first, last, staged: cross(rows, slots[first:last], staged, _arrive, size),
+            lambda first, last, staged: bus.arrive(rows, slots[first:last], staged, size),
             lambda first, last, staged: self._copies.scatter(numbers, first, last, staged),
         )
 
@@ -214,32 +211,6 @@ def _by_slot(slots: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], li
     """Both in the order of slots, so that neighbours cross the bus together."""
     order = sorted(range(len(slots)), key=slots.__getitem__)
     return [slots[i] for i in order], [blocks[i] for i in order]
-
-
-def _leave(row: torch.Tensor, staged: torch.Tensor) -> None:
-    row.copy_(staged, non_blocking=True)
-
-
-def _arrive(row: torch.Tensor, staged: torch.Tensor) -> None:
-    staged.copy_(row, non_blocking=True)
-
-
-def cross(
-    rows: torch.Tensor, slots: Sequence[int], staged: torch.Tensor, copy: _Copy, width: int
-) -> None:
-    """Call `copy` for each run of neighbouring rows that are pinned together, and the staged ones,
-    contiguous both: what is not would pass through pageable memory, and wait. `width`: bytes of a
-    row that are copied."""
-    if not width == rows.stride(0) == staged.stride(0):  # rows that are longer than the block
-        width = min(width, rows.shape[1])
-        for i, slot in enumerate(slots):
-            copy(rows[slot, :width], staged[i, :width])
-        return
-    first, together = 0, pinned_together(rows.stride(0))
-    for last in range(1, len(slots) + 1):
-        if last == len(slots) or slots[last] != slots[last - 1] + 1 or slots[last] % together == 0:
-            copy(rows[slots[first] : slots[last - 1] + 1], staged[first:last])
-            first = last
 
 
 def open_copies(pages: Sequence[torch.Tensor]) -> Copies:
@@ -328,6 +299,7 @@ class Staging:
             self.out, self.into = (Ring(device, stride) for _ in range(2))
             # The engine's stream may still zero that memory, and use what it was before.
             torch.cuda.synchronize(device)
+            self.bus = Bus(open_batch(device, self.out.emptying))
         # Two loaders between each other's waves would fill memory that the other has not emptied.
         self.loading = threading.Lock()
         self.thread = io_executor(1, "gather")

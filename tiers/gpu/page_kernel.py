@@ -8,6 +8,7 @@ Triton's interpreter (`tests/gpu/test_page_kernel.py`), and `agrees` tries it wh
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,17 +55,18 @@ class KernelCopies:
     def __init__(self, pages: Sequence[torch.Tensor], unit: int) -> None:
         self._unit, self._type = _UNITS[unit]
         self._bytes = unit
-        self._table: list[int] = []
+        table: list[int] = []
         column = 0
         for page in pages:
             units = page.shape[1] // unit
-            self._table += [page.data_ptr(), page.stride(0), units, column]
+            table += [page.data_ptr(), page.stride(0), units, column]
             column += units
+        self._table = torch.tensor(table)  # of the host, so that it need not be made for each copy
         self._grid = len(pages), max(-(-page.shape[1] // unit // CHUNK) for page in pages)
 
     def numbers(self, blocks: list[int]) -> torch.Tensor:
         """The table of pages and the blocks' numbers, for the device."""
-        return torch.tensor([*self._table, *blocks])
+        return torch.cat([self._table, torch.frombuffer(array("q", blocks), dtype=torch.int64)])
 
     def gather(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
         self._launch(numbers, first, last, rows, gather=True)
