@@ -18,10 +18,12 @@ Capability = TypeVar("Capability")
 
 class Prefix(NamedTuple):
     """Where a block is in its prompt. `keys`: of blocks of the prompt in a row, this one's at
-    number `at`. The first is number 0 of the prompt, or a multiple of `pack_blocks` (`Packs`)."""
+    number `at`; blocks that are kept together are those of a `group` of so many keys. The first key
+    begins a group (see `Packs`)."""
 
     keys: Sequence[bytes]
     at: int
+    group: int
 
 
 class Block(NamedTuple):
@@ -191,8 +193,8 @@ class Packs(Protocol):
     """
 
     def pack_blocks(self) -> int:
-        """Blocks number 0, N, 2N ... of a prompt begin a group; this is N, the same in each
-        process, and on each host. Without I/O."""
+        """Blocks number 0, N, 2N ... of a prompt begin a group; this is N, the same on each host.
+        Without I/O. The store of the scheduler's process is asked; a worker's is told."""
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
         """Of the keys of each prompt, in order and from the beginning of a group on, how many are

@@ -7,12 +7,13 @@ crosses back; both are plain dataclasses that pickle.
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from tiers.contract.stats import Measures, merge
+from tiers.store import Prefix
 from tiers.wrappers.guard import Health
 
 
@@ -53,15 +54,36 @@ class LoadItem(NamedTuple):
     slot: int | None
 
 
+class PromptPart(NamedTuple):
+    """Where a job's blocks are in their prompt, for stores with `Packs`: keys in a row, from the
+    beginning of a `group` of so many blocks on, and of each item its number among them. Empty: no
+    store asks."""
+
+    keys: Sequence[bytes] = ()
+    places: Sequence[int] = ()
+    group: int = 1
+
+    def prefixes(self, space: bytes, count: int) -> Sequence[Prefix | None]:
+        """Of each of a job's `count` items its prefix, under the names of a `space`."""
+        if not self.keys:
+            return [None] * count
+        names = [space + key for key in self.keys]
+        return [Prefix(names, place, self.group) for place in self.places]
+
+
+NO_PART = PromptPart()
+
+
 @dataclass(frozen=True)
 class StoreJob:
     """Blocks of one request in flight into a tier. `generation`: that of their keys. `adapter`:
-    what they were computed with (see `RequestMark`)."""
+    what they were computed with (see `RequestMark`). `part`: where they are in its prompt."""
 
     job_id: int
     items: list[StoreItem]
     generation: bytes = b""
     adapter: bytes = b""
+    part: PromptPart = NO_PART
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _job, (StoreJob, StoreItem, _columns(self))
@@ -70,13 +92,14 @@ class StoreJob:
 @dataclass(frozen=True)
 class LoadJob:
     """Blocks of one request in flight to the engine, for `seconds` at most. `generation`:
-    that of their keys."""
+    that of their keys. `part`: where they are in its prompt."""
 
     job_id: int
     request_id: str
     items: list[LoadItem]
     seconds: float = math.inf
     generation: bytes = b""
+    part: PromptPart = NO_PART
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _job, (LoadJob, LoadItem, _columns(self))

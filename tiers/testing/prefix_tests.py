@@ -87,7 +87,7 @@ class PrefixTests(StoreUnderTest):
             numbers = range(start, min(start + 64, len(keys)))
             memory = Memory([keys[number] for number in numbers], _BYTES).fill()
             base = start - start % group
-            blocks = _placed(memory, keys[base : numbers.stop], [n - base for n in numbers])
+            blocks = _placed(memory, keys[base : numbers.stop], [n - base for n in numbers], group)
             assert each("put", store.put([b.readonly() for b in blocks]), len(blocks)) == [
                 True
             ] * len(blocks)
@@ -104,7 +104,7 @@ class PrefixTests(StoreUnderTest):
             some = numbers[start : start + 64]
             memory = Memory([keys[number] for number in some], _BYTES)
             base = some[0] - some[0] % group
-            blocks = _placed(memory, keys[base : some[-1] + 1], [n - base for n in some])
+            blocks = _placed(memory, keys[base : some[-1] + 1], [n - base for n in some], group)
             got = each("get", store.get(blocks), len(blocks))
             for index, hit in enumerate(got):
                 assert not hit or memory.holds(index), "a hit with other bytes than were put"
@@ -122,8 +122,10 @@ def _counted(packs: Packs, keys: Sequence[bytes]) -> int:
     return packs.held_prefix([keys])[0]
 
 
-def _placed(memory: Memory, keys: Sequence[bytes], places: Sequence[int]) -> list[Block]:
+def _placed(
+    memory: Memory, keys: Sequence[bytes], places: Sequence[int], group: int
+) -> list[Block]:
     return [
-        GatheredBlock(block.key, block.payload, None, Prefix(keys, at))
+        GatheredBlock(block.key, block.payload, None, Prefix(keys, at, group))
         for block, at in zip(memory.blocks, places, strict=True)
     ]

@@ -178,7 +178,7 @@ def _named(
             continue
         if (names := prefixes.get(id(prefix.keys))) is None:
             names = prefixes[id(prefix.keys)] = cipher.names.of(prefix.keys)
-        named.append(GatheredBlock(key, form, None, Prefix(names, prefix.at)))
+        named.append(GatheredBlock(key, form, None, Prefix(names, prefix.at, prefix.group)))
     return named
 
 

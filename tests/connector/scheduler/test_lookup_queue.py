@@ -319,7 +319,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LookupQueue, Timed]
     """One thread that hangs in a lookup; it has made ten others."""
     monkeypatch.setattr(LookupQueue, "THREADS", 1)
     store = Timed(Clock())
-    queue = LookupQueue(store.has, LOOKUP_SECONDS, store.clock)
+    queue = LookupQueue(
+        lambda some: store.has([key for keys in some for key in keys]), LOOKUP_SECONDS, store.clock
+    )
     store.go.set()
     for _ in range(10):
         assert queue.ask([b"a"], 0).answer.result(20) == [True]

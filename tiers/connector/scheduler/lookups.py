@@ -313,12 +313,13 @@ class LookupQueue:
 
     def __init__(
         self,
-        look: Callable[[Sequence[bytes]], list[bool]],
+        look: Callable[[Sequence[Sequence[bytes]]], list[bool]],
         patience: float,
         clock: Callable[[], float],
     ) -> None:
-        """`look` asks the store, on a thread. `patience`: seconds that a request waits for an
-        answer. `clock` gives seconds."""
+        """`look` asks the store, on a thread, about the keys of some questions, one
+        after another. `patience`: seconds that a request waits for an answer. `clock` gives
+        seconds."""
         self.threads = io_executor(self.THREADS, "lookup")
         self._look = look
         self._clock = clock
@@ -401,7 +402,7 @@ class LookupQueue:
         if not call:
             return
         try:
-            held = self._look([key for question in call for key in question.keys])
+            held = self._look([question.keys for question in call])
         except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
             for question in call:
                 question.answer.set_exception(error)

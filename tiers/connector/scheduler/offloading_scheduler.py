@@ -343,7 +343,8 @@ class OffloadingScheduler(SchedulerConnector):
         # Within what the request may still wait, and what the load is worth.
         seconds = min(request_state.wait_budget.left(), request_state.choice.within)
         name, tag = request_state.request.request_id, self._requests.generation.tag
-        job = LoadJob(self._jobs.next_id(), name, items, seconds, tag)
+        part = self.manager.part(request_state.keys, blocks)
+        job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, part)
         self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared))
         self._loads.append(job)
         self.load_cost.began(job.job_id, self._tokens(len(blocks)))

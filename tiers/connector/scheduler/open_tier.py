@@ -19,6 +19,7 @@ from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import TierManager
+from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.messages import WorkerHandshake
@@ -182,7 +183,10 @@ class TierOpener:
                 raise
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
         deadline = lookup_seconds(self._chain.max_wait)
-        manager = StoreManager(store, spaces, self._generation, self._now, deadline)
+        is_plain = BlockGroups(self._engine).is_plain
+        manager = StoreManager(
+            store, spaces, self._generation, self._now, deadline, in_order=is_plain
+        )
         if self._engine.kv_events:
             self._stores.append(manager)
         return manager
@@ -221,7 +225,9 @@ class TierOpener:
         elif tier.encryption is None and tier.notes_folder is not None:
             folder = tier.notes_folder / namespace.hex()
         elsewhere = partial(self._others_hold, manager)
-        return Inventory(tier.tier_name, folder, manager.holds, elsewhere, events.announce_rate)
+        return Inventory(
+            tier.tier_name, folder, manager.announceable, elsewhere, events.announce_rate
+        )
 
     def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool] | None:
         """Which of these keys another store of the chain holds, as far as it can answer now; None:

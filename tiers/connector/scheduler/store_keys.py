@@ -9,7 +9,7 @@ from itertools import compress
 from operator import and_
 
 from tiers.contract.generation import Generation, space_of
-from tiers.store import LocalIndex, Recent, RecentBlocks, TierStore
+from tiers.store import LocalIndex, Packs, Recent, RecentBlocks, TierStore, capability
 
 
 class RankKeys:
@@ -46,6 +46,23 @@ class RankKeys:
         tag = self._generation.tag  # once: a reset may come at any time, on another thread
         is_ours = bool(keys) and keys[0].endswith(tag)
         return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
+
+    def has_prefixes(self, prompts: Sequence[Sequence[bytes]]) -> list[bool]:
+        """As `has`, of a store with `Packs`: of the keys of each prompt those before the first that
+        some rank misses; one after the other's."""
+        tag = self._generation.tag
+        asked: list[list[bytes]] = []
+        for keys in prompts:
+            spaces = self._spaces_of(tag if keys and keys[0].endswith(tag) else b"")
+            asked += [[space + key for key in keys] for space in spaces]
+        packs = capability(self._store, Packs)
+        counts = [0] * len(asked) if packs is None else packs.held_prefix(asked)
+        ranks = len(self._namespaces)
+        held: list[bool] = []
+        for number, keys in enumerate(prompts):
+            count = min(counts[number * ranks : (number + 1) * ranks])
+            held += [True] * count + [False] * (len(keys) - count)
+        return held
 
     def recent(self, store: Recent, count: int, before: int | None) -> RecentBlocks:
         """The blocks of no generation whose part of the first rank was used last."""

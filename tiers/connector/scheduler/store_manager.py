@@ -20,9 +20,11 @@ from tiers.connector.scheduler.store_keys import RankKeys, RecentKeys, Visibilit
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.contract.generation import Generation
+from tiers.contract.messages import NO_PART, PromptPart
 from tiers.store import (
     LocalIndex,
     Measured,
+    Packs,
     Recent,
     RecentBlocks,
     TierStore,
@@ -116,9 +118,12 @@ class StoreManager(TierManager):
         generation: Generation,
         clock: Callable[[], float] = time.monotonic,
         lookup_deadline: float = LOOKUP_SECONDS,
+        *,
+        in_order: bool = False,
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
-        lookup in flight counts as a miss."""
+        lookup in flight counts as a miss. `in_order`: keys that are looked up are those of a
+        prompt's blocks, one of each, in order and from its first on."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._parts = RankKeys(store, namespaces, generation)
@@ -129,6 +134,8 @@ class StoreManager(TierManager):
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
+        self._in_order = in_order
+        self._packs = 0
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = VisibilityCheck(name)
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
@@ -142,6 +149,23 @@ class StoreManager(TierManager):
         if self._found_index is None:
             self._found_index = capability(self._store, LocalIndex)
         return self._found_index
+
+    @property
+    def _pack_blocks(self) -> int:
+        """Blocks of a group of a store that keeps prompts together; 0: it does not, or it is not
+        known yet."""
+        if self._in_order and not self._packs:
+            packs = capability(self._store, Packs)
+            self._packs = 0 if packs is None else packs.pack_blocks()
+        return self._packs
+
+    def part(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPart:
+        if not (group := self._pack_blocks):
+            return NO_PART
+        first = min(numbers)
+        base = first - first % group
+        places = [number - base for number in numbers]
+        return PromptPart(keys[base : max(numbers) + 1], places, group)
 
     def coverage(
         self, lookup: Lookup, keys: Sequence[bytes], asked: range
@@ -209,12 +233,15 @@ class StoreManager(TierManager):
         asked = lookup.asked
         if asked is None or asked.first > first or now > lookup.until:
             lookup.renew()
+            if group := self._pack_blocks:
+                first -= first % group
             asked = lookup.asked = self._queue.ask(keys, first)
         return asked
 
-    def _look(self, keys: Sequence[bytes]) -> list[bool]:
+    def _look(self, questions: Sequence[Sequence[bytes]]) -> list[bool]:
         """Ask which keys the store has of all ranks; on a thread of the queue."""
-        held = self._parts.has(keys)
+        keys = [key for some in questions for key in some]
+        held = self._parts.has_prefixes(questions) if self._packs else self._parts.has(keys)
         self._note_asked(keys, held)
         return held
 
@@ -225,10 +252,17 @@ class StoreManager(TierManager):
 
     def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Ask the store, on the caller's thread, which keys it holds, all of this generation or all
-        of none; None: it can't answer now."""
+        of none; None: it can't answer now, or not for single blocks."""
+        if self._pack_blocks:
+            return None
         failed = self._failures()
         held = self._parts.has(keys)
         return held if self.health().reads_up and self._failures() == failed else None
+
+    def announceable(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """As `holds`, to keep true what was announced. Of a store with `Packs` all are: to ask for
+        each block again and again costs more than an announcement that holds no more."""
+        return [True] * len(keys) if self._pack_blocks else self.holds(keys)
 
     def _failures(self) -> int:
         return self._store.failures.total if isinstance(self._store, Guarded) else 0

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
-from tiers.contract.messages import SlotMove
+from tiers.contract.messages import NO_PART, PromptPart, SlotMove
 from tiers.store import RecentBlocks, Usage
 from tiers.wrappers.guard import HEALTHY, Health
 
@@ -41,6 +41,11 @@ class TierManager:
     def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int | None:
         """`coverage` of a request is the same while this is; None: it is not known."""
         return 0
+
+    def part(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPart:
+        """Where blocks of these numbers, one at least, are in a request, of all of whose `keys`
+        these are; nothing, unless the tier's store asks."""
+        return NO_PART
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Pin these blocks; the slot of each that is in the host pool."""

@@ -263,7 +263,8 @@ class TierStores:
         at_once = len(items) == whole <= batch_blocks(max(1, tier.block_bytes // writers))
         request_state, tag = tier_request.request_state, requests.generation.tag
         adapter = request_state.mark.adapter
-        job = StoreJob(self._jobs.next_id(), list(items.values()), tag, adapter)
+        part = tier.manager.part(request_state.keys, list(items))
+        job = StoreJob(self._jobs.next_id(), list(items.values()), tag, adapter, part)
         tenant = tenant_of(request_state.request)
         self._jobs.begin(PendingStore(job, tier_request, tenant, list(items), at_once))
         return job

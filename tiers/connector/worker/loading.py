@@ -22,7 +22,7 @@ from tiers.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.loading.load_cost import LatencyModel
-from tiers.store import Block
+from tiers.store import GatheredBlock, Prefix
 from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ class Load:
         """Whether nothing of it was read, since the weights have changed."""
         self.damaged = 0
         self.laps = Laps()
+        self.prefixes: Sequence[Prefix | None] = ()
+        """Of each item, once a store is asked."""
         self._lost: set[int] = set()
         self._arrived: set[int] = set()
         self._in_flight: deque[tuple[Sequence[int], Copy]] = deque()
@@ -278,6 +280,8 @@ class Loading:
     ) -> None:
         """Read wave by wave; a wave is copied while the next one is read, into the bounce of the
         one before."""
+        space = space_of(self._namespace, load.job.generation)
+        load.prefixes = load.job.part.prefixes(space, len(load.job.items))
         step = bounces[0].rows.shape[0]
         waves = [items[start : start + step] for start in range(0, len(items), step)]
         ahead: Future[_WaveRead] | None = None
@@ -311,7 +315,8 @@ class Loading:
             return _WaveRead(None, waited)
         space = space_of(self._namespace, load.job.generation)
         blocks = [
-            Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
+            GatheredBlock(space + item.key, bounce.payload(row), None, load.prefixes[number])
+            for row, (number, item) in enumerate(wave)
         ]
         was_up = store.health.reads
         held = store.get(blocks)

@@ -23,6 +23,7 @@ from tiers.connector.worker.filling import Filling
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.namespace_notes import NamespaceNotes
+from tiers.connector.worker.put_batches import batches, held_before
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.block_copier import ENDED, Fence, Gather
 from tiers.contract.connector import WorkerConnector
@@ -39,7 +40,7 @@ from tiers.contract.messages import (
 from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import ALIGNMENT, slots_within
-from tiers.store import GatheredBlock, batch_blocks
+from tiers.store import GatheredBlock, Prefix, batch_blocks
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import log_name, open_guarded
 
@@ -129,9 +130,8 @@ class Puts:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = self._host.now()
             jobs += self._more(first)
-            items = [job.items[i] for job, gathered in jobs for i in gathered]
             before = self._renewed()
-            stored, already = self._put(first.job.generation, items)
+            stored, already = self._put(first.job.generation, jobs)
             renewed = self._renewed() - before
         seconds = (self._host.now() - began) / max(1, len(stored))
         answers = iter(stored)
@@ -182,27 +182,34 @@ class Puts:
         self._taken += len(taken.job.items)
         return taken
 
-    def _put(self, generation: bytes, items: Sequence[StoreItem]) -> tuple[list[bool], set[bytes]]:
-        """Put these items. Return which are held now, and the keys that were held before."""
+    def _put(
+        self, generation: bytes, jobs: Sequence[tuple[StoreJob, list[int]]]
+    ) -> tuple[list[bool], set[bytes]]:
+        """Put items of jobs. Return which are held now, and the keys that were held before."""
         stored: list[bool] = []
         known: set[bytes] = set()
+        items = [job.items[i] for job, gathered in jobs for i in gathered]
         if self._store is None:
             return [False] * len(items), known
         space = space_of(self._namespace, generation)
         self._note(space, lasts=not generation)
         memory, size = self._host.memory, self._host.payload_bytes
-        step = batch_blocks(size)
-        for start in range(0, len(items), step):
-            part = items[start : start + step]
+        prefixes: list[Prefix | None] = []
+        for job, gathered in jobs:
+            of_job = job.part.prefixes(space, len(job.items))
+            prefixes += [of_job[i] for i in gathered]
+        for batch in batches(prefixes, batch_blocks(size)):
+            part = items[batch.start : batch.stop]
             names = [space + item.key for item in part]
+            where = prefixes[batch.start : batch.stop]
             if self._looks:
-                had = self._store.has(names)
+                had = held_before(self._store, names, where)
                 known.update(item.key for item, was in zip(part, had, strict=True) if was)
             self._rate_limit.take(len(part) * size)
             slots = [item.slot for item in part]
             payloads = map(memory.payload, slots)
             checksums = self._host.checksums(slots)
-            stored += self._store.put([*map(GatheredBlock, names, payloads, checksums)])
+            stored += self._store.put([*map(GatheredBlock, names, payloads, checksums, where)])
         return stored, known
 
 

@@ -18,6 +18,7 @@ from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.known import KnownPacks
 from tiers.remote.packs.pack import (
     INDEX_BYTES,
+    MAX_PACK_BLOCKS,
     Index,
     blocks_of_pack,
     name_of,
@@ -186,10 +187,11 @@ class PackStore:
             if prefix is None:
                 found[-1 - place, 0] = _Group([block.key], {0: [place]})
                 continue
-            base = prefix.at - prefix.at % self._pack_blocks
+            size = min(prefix.group, MAX_PACK_BLOCKS)
+            base = prefix.at - prefix.at % size
             group = found.get((id(prefix.keys), base))
             if group is None:
-                keys = prefix.keys[base : base + self._pack_blocks]
+                keys = prefix.keys[base : base + size]
                 group = found[id(prefix.keys), base] = _Group(keys)
             group.wanted.setdefault(prefix.at - base, []).append(place)
         return list(found.values())

@@ -1,0 +1,68 @@
+"""An engine over an object tier: what it stores lies in packs, and others load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.replay_chains import (
+    HYBRID,
+    MODEL,
+    chain_of,
+    close,
+    cpu,
+    drive,
+    encryption,
+    measured,
+)
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+
+pytest.importorskip("obstore")
+
+
+def _engine(bucket: Path, ranks: int, model: ReplayModel = MODEL, **more: Any) -> ReplayEngine:
+    tier = {"type": "object", "url": f"file://{bucket}", **more}
+    return ReplayEngine(
+        chain_of(cpu(12), tier),
+        model,
+        num_blocks=24 * len(model.windows),
+        prefix_caching=False,
+        world_size=ranks,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_one_engine_loads_what_another_stored_in_packs(
+    tmp_path: Path, ranks: int, encrypted: bool
+) -> None:
+    more = encryption(tmp_path) if encrypted else {}
+    one = _engine(tmp_path / "bucket", ranks, **more)
+    drive(one, 3, world_size=ranks)
+    one.settle()
+    stored = measured(one, "stored_blocks", "object")
+    close(one)
+    packs = [file for file in (tmp_path / "bucket").rglob("*") if file.is_file()]
+    assert stored > 1.5 * len(packs) / ranks, "blocks of a prompt lie together"
+    other = _engine(tmp_path / "bucket", ranks, **more)
+    drive(other, 3, world_size=ranks)
+    other.settle()
+    assert measured(other, "loaded_tokens", "object") > 0
+    assert measured(other, "stored_blocks", "object") < stored / 10, "they are there already"
+    close(other)
+
+
+def test_a_model_of_several_groups_loads_what_was_stored(tmp_path: Path) -> None:
+    """Its blocks stand alone."""
+    prompt, loaded = list(range(60)), 0.0
+    for _ in range(2):
+        engine = _engine(tmp_path / "bucket", 1, HYBRID)
+        request = engine.add(prompt, 4)
+        engine.run()
+        assert request.output == answer(HYBRID, prompt, 4)
+        engine.settle()
+        loaded = measured(engine, "loaded_tokens", "object")
+        close(engine)
+    assert loaded > 0

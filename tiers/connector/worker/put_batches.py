@@ -1,0 +1,36 @@
+"""Batches of a worker's puts, which end where groups of a prompt do, for stores that pack them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tiers.store import Packs, Prefix, TierStore, capability
+
+
+def batches(prefixes: Sequence[Prefix | None], most: int) -> Iterator[range]:
+    """Part blocks, of which these are the prefixes, into ranges of `most` at most. A range does not
+    end within a group that the next one goes on with, if it has the end of another."""
+    start = 0
+    while start < len(prefixes):
+        stop = min(start + most, len(prefixes))
+        if stop < len(prefixes):
+            ends = range(stop, start, -1)
+            stop = next((end for end in ends if _ends_group(prefixes[end - 1])), stop)
+        yield range(start, stop)
+        start = stop
+
+
+def _ends_group(prefix: Prefix | None) -> bool:
+    return prefix is None or (prefix.at + 1) % prefix.group == 0
+
+
+def held_before(
+    store: TierStore, names: Sequence[bytes], prefixes: Sequence[Prefix | None]
+) -> list[bool]:
+    """Which of these blocks the store has. One that packs prompts is asked for those."""
+    packs = capability(store, Packs)
+    prompts = {id(prefix.keys): prefix.keys for prefix in prefixes if prefix is not None}
+    if packs is None or not prompts or None in prefixes:
+        return store.has(names)
+    counts = dict(zip(prompts, packs.held_prefix([*prompts.values()]), strict=True))
+    return [p is not None and p.at < counts[id(p.keys)] for p in prefixes]
