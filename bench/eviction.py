@@ -20,18 +20,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from bench.main import Scale
 from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
+from spec.plugins import EVICTION, installed
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.contract.block_groups import leading
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import SlotPool
 
-POLICIES: tuple[str, ...] = get_args(CpuSpec.model_fields["eviction"].annotation)
+POLICIES = tuple(installed(EVICTION))
 SIZES = (0.5, 1.0, 5.0, 20.0)
 STAGING = 4096
 """Slots beside the tier's: no store is dropped."""

@@ -31,7 +31,8 @@ from spec.fields import (
     parse_size,
 )
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec, TierName
-from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
+from spec.plugins import BrokenPlugin, UnknownPlugin
+from spec.registry import make_tier, tier_types
 
 
 class EventsSpec(BaseModel):
@@ -289,9 +290,9 @@ def _as_spec(value: object, info: ValidationInfo) -> object:
     found = value["type"]
     try:
         if not isinstance(found, str):
-            raise UnknownTierType(f"use {one_of(tier_types())}")
+            raise UnknownPlugin(f"use {one_of(tier_types())}")
         return make_tier(found, value, info.context)
-    except (UnknownTierType, BrokenTierType) as error:
+    except (UnknownPlugin, BrokenPlugin) as error:
         reason = PydanticCustomError("tier_type", "{reason}", {"reason": str(error)})
         problem = InitErrorDetails(type=reason, loc=("type",), input=found)
         raise ValidationError.from_exception_data("tier", [problem]) from error

@@ -15,7 +15,8 @@ from spec.document import Document, Loc, NotYaml, read_yaml
 from spec.errors import FORMER, MOVED, RENAMED, closest, did_you_mean, one_line, one_of
 from spec.errors import SpecError as SpecError
 from spec.fields import WRITTEN, mask_secrets
-from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
+from spec.plugins import BrokenPlugin, UnknownPlugin
+from spec.registry import tier_class, tier_types
 
 MAX_LINES = 50
 """Problems beyond this number are only counted."""
@@ -199,7 +200,7 @@ def _tier_model(loc: Loc, document: Document) -> type[BaseModel] | None:
     tier_type = tier.get("type") if isinstance(tier, Mapping) else None
     try:
         return tier_class(tier_type) if isinstance(tier_type, str) else None
-    except (UnknownTierType, BrokenTierType):
+    except (UnknownPlugin, BrokenPlugin):
         return None
 
 

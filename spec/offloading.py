@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from spec.fields import ByteRate, ByteSize, Duration
 from spec.findings import DoctorFinding
+from spec.policies import AdmissionName
 from spec.secret import Secret
 
 KEY_BYTES = 32
@@ -117,6 +118,11 @@ class OffloadingSpec(BaseModel):
         ge=1,
         le=1000,
         description="Store a block from its Nth request on; 2 keeps one-off blocks out.",
+    )
+    admission: AdmissionName = Field(
+        default="threshold",
+        description="Choose the blocks to store. threshold: by store_threshold. Or a policy that a "
+        "package provides (docs/plugins.md).",
     )
     paused: Literal["reads", "writes", "both"] | None = Field(
         default=None,

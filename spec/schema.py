@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from spec.chain import ChainSpec, RecordSpec
 from spec.offloading import OffloadingSpec
-from spec.registry import BrokenTierType, tier_parts, tier_types
+from spec.plugins import BrokenPlugin
+from spec.registry import tier_parts, tier_types
 
 
 def chain_schema(left_out: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def chain_schema(left_out: Callable[[str], None] = lambda line: None) -> dict[st
     for tier_type in tier_types():
         try:
             definitions |= tier_parts(tier_type, partial(_tier_schema, tier_type))
-        except BrokenTierType as error:
+        except BrokenPlugin as error:
             left_out(f"the tier type {tier_type} is left out: {error}")
             continue
         choices.append({"$ref": f"#/$defs/{tier_type}"})

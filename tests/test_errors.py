@@ -34,7 +34,7 @@ def test_every_error_of_ours_is_in_one_tree() -> None:
         return {name}.union(*(ancestors(base) for base in bases.get(name, [])))
 
     ours = {name for name in bases if ancestors(name) & ERRORS}
-    assert {"SpecError", "StreamError", "BrokenTierType"} <= ours
+    assert {"SpecError", "StreamError", "BrokenPlugin"} <= ours
     assert {name for name in ours if "KVTiersError" not in ancestors(name)} == set()
 
 

@@ -127,7 +127,7 @@ ROOMS: dict[str, set[str]] = {
         "host",
         "concurrency",
     },
-    "testing": set(),
+    "testing": {"cpu", "host"},
     "traces": {"concurrency"},
     "ghosts": {"concurrency"},
     "tuning": {"traces", "loading", "host"},

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import pytest
 
+from spec.plugins import EVICTION, installed
 from tiers.cpu.residency import SlotResidency
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import SlotPool
 
-POLICIES: tuple[str, ...] = get_args(CpuSpec.model_fields["eviction"].annotation)
+POLICIES = tuple(installed(EVICTION))
 
 Open = Callable[[SlotPool, int], SlotResidency]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tiers.cpu.residency import ArcResidency, LruResidency, SlotResidency
+from tiers.cpu.eviction import ArcEviction, LruEviction
+from tiers.cpu.residency import SlotResidency
 from tiers.host.arc_queues import History
 from tiers.host.slots import SlotPool
 
@@ -29,14 +30,14 @@ def kept(tier: SlotResidency, numbers: range) -> list[int]:
 
 def test_lru_gives_up_what_was_used_longest_ago() -> None:
     pool = SlotPool(8)
-    tier = LruResidency(pool, 3)
+    tier = SlotResidency(pool, 3, LruEviction(3))
     use(pool, tier, 0, 1, 2, 0, 3)
     assert kept(tier, range(4)) == [0, 2, 3]
 
 
 def test_lru_keeps_the_head_of_a_prefix_longer_than_its_tail() -> None:
     pool = SlotPool(4)
-    tier = LruResidency(pool, 4)
+    tier = SlotResidency(pool, 4, LruEviction(4))
     use(pool, tier, *range(4))
     tier.touch([key(number) for number in range(4)])
     for count in (3, 2, 1):
@@ -45,9 +46,9 @@ def test_lru_keeps_the_head_of_a_prefix_longer_than_its_tail() -> None:
 
 
 def test_one_long_prompt_does_not_sweep_arc() -> None:
-    for policy, survivors in ((LruResidency, 0), (ArcResidency, 10)):
+    for policy, survivors in ((LruEviction, 0), (ArcEviction, 10)):
         pool = SlotPool(41)
-        tier = policy(pool, 40)
+        tier = SlotResidency(pool, 40, policy(40))
         use(pool, tier, *range(10), *range(10))
         use(pool, tier, *range(100, 300))
         assert len(kept(tier, range(10))) == survivors, policy
@@ -55,7 +56,7 @@ def test_one_long_prompt_does_not_sweep_arc() -> None:
 
 def test_arc_gives_more_room_to_blocks_used_once_when_they_come_back() -> None:
     pool = SlotPool(9)
-    tier = ArcResidency(pool, 8)
+    tier = SlotResidency(pool, 8, ArcEviction(8))
     use(pool, tier, *range(8), *range(8))
     use(pool, tier, *range(100, 104))
     assert kept(tier, range(100, 104)) == [103], "all room is for blocks that were used again"

@@ -9,14 +9,14 @@ from unittest import SkipTest
 
 import pytest
 
-from spec import registry
+from spec import plugins
 from spec.load import load_chain
 from tests.support.plugin_packages import Install
 from tests.support.replay_chains import MODEL, SLOT, close, measured
 from tiers.lab.replay import ReplayEngine, answer
 
 HERE = Path(__file__).parent
-READ = sorted({registry.PLUGIN_API, *registry.ENDING})
+READ = sorted({plugins.PLUGIN_API, *plugins.ENDING})
 
 
 @pytest.mark.parametrize("api", READ)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spec import registry
+from spec import plugins
 from spec.errors import SpecError
 from spec.load import load_chain
 from spec.offloading import HIT_SOURCES
@@ -137,7 +137,7 @@ SLEEPS = "        time.sleep(3600)\n"
 def test_a_plugin_that_hangs_in_its_settings_is_named(
     plugin: Install, member: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "ASK_SECONDS", 0.3)
+    monkeypatch.setattr(plugins, "ASK_SECONDS", 0.3)
     module = f"slow{request.node.callspec.indices['member']}"
     plugin(module, HANGS + member + SLEEPS, tape="TapeSpec")
     told = chain(type="tape", reel="1GB")
@@ -234,7 +234,7 @@ def test_whatever_a_plugin_does_its_package_is_named(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "IMPORT_SECONDS", 0.3 if "sleep" in source else 30.0)
+    monkeypatch.setattr(plugins, "IMPORT_SECONDS", 0.3 if "sleep" in source else 30.0)
     module = f"odd{request.node.callspec.indices['source']}"
     plugin(module, source, tape="TapeSpec")
     told = chain(type="tape", reel="1GB")
@@ -314,9 +314,9 @@ def test_a_plugin_of_the_former_api_works_with_a_warning(
     plugin: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plugin("tapes", GOOD, tape="TapeSpec")
-    monkeypatch.setattr(registry, "PLUGIN_API", 2)
+    monkeypatch.setattr(plugins, "PLUGIN_API", 2)
     assert "built for plugin API 1, this is 2" in chain(type="tape", reel="1GB")
-    monkeypatch.setattr(registry, "ENDING", {1: "0.3"})
+    monkeypatch.setattr(plugins, "ENDING", {1: "0.3"})
     assert chain(type="tape", reel="1GB") == chain(type="tape", reel="1GB") == ""
     (line,) = [line for line in caplog.messages if "reads no more" in line]
     assert line.startswith("tapes 1.0 was built for plugin API 1, which kvtiers 0.3 reads no more")

@@ -195,7 +195,7 @@ def _check_facts(given: dict[str, Any]) -> None:
 
 
 def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
-    from spec.registry import stdout_to_stderr
+    from spec.plugins import stdout_to_stderr
     from tiers.errors import KVTiersError
     from tiers.tuning.profiling import profile_tiers
 

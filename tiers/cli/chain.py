@@ -35,7 +35,7 @@ def validate(
     """
     from spec.chain import shown_chain
     from spec.load import load_chain
-    from spec.registry import stdout_to_stderr
+    from spec.plugins import stdout_to_stderr
 
     try:
         chain = load_chain(file)

@@ -78,7 +78,8 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
 
     from spec.errors import describe_error
     from spec.offloading import StoreSpec
-    from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
+    from spec.plugins import BrokenPlugin, UnknownPlugin
+    from spec.registry import make_tier, tier_class
 
     given = dict(setting.partition("=")[::2] for setting in settings)
     try:
@@ -88,7 +89,7 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
         written |= {key: MADE_UP[key] or str(folder) for key in needed & MADE_UP.keys()}
         written |= {key: yaml.safe_load(value) for key, value in given.items()}
         spec = make_tier(tier_type, written)
-    except (UnknownTierType, BrokenTierType, ValidationError, yaml.YAMLError) as error:
+    except (UnknownPlugin, BrokenPlugin, ValidationError, yaml.YAMLError) as error:
         raise refused(f"{tier_type}: {describe_error(error)}") from None
     if not isinstance(spec, StoreSpec):
         raise refused(f"{tier_type}: it keeps blocks in host memory; the kit tries stores")

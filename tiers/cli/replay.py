@@ -123,7 +123,7 @@ def _real(
     scale: int,
     folder: Path | None,
 ) -> Report:
-    from spec.registry import stdout_to_stderr
+    from spec.plugins import stdout_to_stderr
     from tiers.lab.replay.replay_trace import ReplayOptions, replay
 
     with stdout_to_stderr(), bars() as bar:  # stores may print

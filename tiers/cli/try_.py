@@ -25,7 +25,7 @@ def try_(
     from tempfile import TemporaryDirectory
 
     from spec.load import load_chain
-    from spec.registry import stdout_to_stderr
+    from spec.plugins import stdout_to_stderr
     from tiers.errors import KVTiersError
     from tiers.lab.try_chain import try_chain
 

@@ -123,7 +123,7 @@ def _search(
     processes: int,
     real: bool,
 ) -> Tuned:
-    from spec.registry import stdout_to_stderr
+    from spec.plugins import stdout_to_stderr
     from tiers.tuning.search.tune import TuneOptions
     from tiers.tuning.search.tune import tune as run
 

@@ -1,14 +1,13 @@
-"""Which block does the cpu tier evict? A policy keeps the order; this is what policies share."""
+"""Which block does the cpu tier evict? Its policy names a queue; this keeps the queues."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, takewhile
 from operator import ne
 
-from tiers.host.arc_queues import AGAIN, ONCE, Arc
+from spec.policies import EvictionPolicy
 from tiers.host.slots import Slots
 
 NOWHERE = 0
@@ -116,6 +115,10 @@ class SlotQueues:
     def length(self, queue: int) -> int:
         return self._lengths[queue]
 
+    def lengths(self, end: int) -> list[int]:
+        """The lengths of the queues below `end`."""
+        return self._lengths[1:end]
+
     def slots(self) -> Iterator[int]:
         """All slots that are in a queue; none may move meanwhile."""
         return (slot for slot, queue in enumerate(self.where) if queue != NOWHERE)
@@ -124,8 +127,8 @@ class SlotQueues:
         return sum(self._lengths)
 
 
-class SlotResidency(ABC):
-    """A Residency; a policy decides the order in which blocks are evicted.
+class SlotResidency:
+    """A Residency; `policy` decides the order in which blocks are evicted.
 
     A slot is resident if it is in a queue; the pool knows whose block it holds. Beside the policy's
     queues there are two for blocks that the policy chose: those in use, which an eviction skips,
@@ -137,33 +140,38 @@ class SlotResidency(ABC):
     """Most blocks that one eviction looks at, so that a pool whose blocks are all in use costs
     little."""
 
-    def __init__(self, pool: Slots, max_slots: int, queues: int) -> None:
+    def __init__(self, pool: Slots, max_slots: int, policy: EvictionPolicy) -> None:
         self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots
-        self._skipped, self._overdue = queues + 1, queues + 2
-        self._queues = SlotQueues(pool.num_slots, queues + 2)
+        self._policy = policy
+        self._skipped, self._overdue = policy.queues + 1, policy.queues + 2
+        self._queues = SlotQueues(pool.num_slots, policy.queues + 2)
         pool.add_evictor(self.evict_one, self._idle)
 
-    # -- what a policy decides ------------------------------------------------------------------
-
-    @abstractmethod
     def _used(self, slots: Sequence[int]) -> None:
         """Count these resident slots as used now, the last of them most."""
+        chosen = [self._policy.used(queue) for queue in range(self._skipped)]
+        if len(set(chosen)) == 1:
+            self._queues.move_all(slots, chosen[0])
+            return
+        # Queues that are not the policy's count as none.
+        goes = [*chosen, chosen[0], chosen[0]]
+        where = self._queues.where
+        targets = [goes[where[slot]] for slot in slots]
+        for target in set(targets):
+            here = [slot for slot, to in zip(slots, targets, strict=True) if to == target]
+            self._queues.move_all(here, target)
 
-    @abstractmethod
     def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
-        """Put the slot of a block that was not resident into a queue: before `predecessor` if the
-        policy keeps both in one queue, else at the end."""
-
-    @abstractmethod
-    def _next(self) -> int:
-        """The slot to evict next of those in the policy's queues, which are not all empty."""
-
-    def _evicted(self, key: bytes, queue: int) -> None:
-        """Note that a block of one of the policy's queues was evicted."""
-
-    # -- the same for all policies ------------------------------------------------------------
+        """Put the slot of a block that was not resident right before its predecessor, where that
+        one is in the same queue or leaves before all others; else at the end."""
+        queue = self._policy.enter(key)
+        near = NOWHERE if predecessor is None else self._queues.where[predecessor]
+        if predecessor is not None and (near == queue or near >= self._skipped):
+            self._queues.insert(slot, predecessor)
+        else:
+            self._queues.append(slot, queue)
 
     def find(self, key: bytes) -> int | None:
         return self.find_all([key])[0]
@@ -222,6 +230,7 @@ class SlotResidency(ABC):
 
     def resize(self, max_slots: int) -> None:
         self._max_slots = max_slots
+        self._policy.resize(max_slots)
         self._queues.grow(self._pool.num_slots)
 
     def trim(self, most: int) -> int:
@@ -235,8 +244,10 @@ class SlotResidency(ABC):
     def _victim(self) -> int | None:
         queues = self._queues
         for _ in range(min(self.SCAN, len(queues) - queues.length(self._skipped))):
-            is_overdue = queues.length(self._overdue)
-            slot = queues.first(self._overdue) if is_overdue else self._next()
+            if queues.length(self._overdue):
+                slot = queues.first(self._overdue)
+            else:
+                slot = queues.first(self._policy.next(queues.lengths(self._skipped)))
             if self._pool.references(slot) == 1:
                 return slot
             queues.move(slot, self._skipped)
@@ -254,60 +265,9 @@ class SlotResidency(ABC):
         self._queues.remove(slot)
         self._pool.release(slot)
         if queue < self._skipped:
-            self._evicted(key, queue)
+            self._policy.evicted(key, queue)
         if self.on_evict is not None:
             self.on_evict(key)
 
     def __len__(self) -> int:
         return len(self._queues)
-
-
-ALL = 1
-
-
-class LruResidency(SlotResidency):
-    """Evicts the least recently used block first."""
-
-    def __init__(self, pool: Slots, max_slots: int) -> None:
-        super().__init__(pool, max_slots, queues=1)
-
-    def _used(self, slots: Sequence[int]) -> None:
-        self._queues.move_all(slots, ALL)
-
-    def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
-        if predecessor is None:
-            self._queues.append(slot, ALL)
-        else:
-            self._queues.insert(slot, predecessor)
-
-    def _next(self) -> int:
-        return self._queues.first(ALL)
-
-
-class ArcResidency(SlotResidency):
-    """Two queues by recency, of blocks used once and of those used since they were stored."""
-
-    def __init__(self, pool: Slots, max_slots: int) -> None:
-        super().__init__(pool, max_slots, queues=2)
-        self._arc: Arc[bytes] = Arc(max_slots)
-
-    def resize(self, max_slots: int) -> None:
-        super().resize(max_slots)
-        self._arc.resize(max_slots)
-
-    def _used(self, slots: Sequence[int]) -> None:
-        self._queues.move_all(slots, AGAIN)
-
-    def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
-        queue = AGAIN if self._arc.enter(key) else ONCE
-        if predecessor is not None and self._queues.where[predecessor] in (queue, self._overdue):
-            self._queues.insert(slot, predecessor)
-        else:
-            self._queues.append(slot, queue)
-
-    def _next(self) -> int:
-        queues = self._queues
-        return queues.first(self._arc.next(queues.length(ONCE), queues.length(AGAIN)))
-
-    def _evicted(self, key: bytes, queue: int) -> None:
-        self._arc.evicted(queue, key)

@@ -7,7 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from spec.offloading import HostSpec
-from tiers.cpu.residency import ArcResidency, LruResidency, SlotResidency
+from spec.policies import EvictionName
+from tiers.cpu.eviction import make_eviction
+from tiers.cpu.residency import SlotResidency
 from tiers.host.slots import Slots
 
 
@@ -18,13 +20,13 @@ class CpuSpec(HostSpec):
     resizes: ClassVar[bool] = True
 
     type: Literal["cpu"] = "cpu"
-    eviction: Literal["lru", "arc"] = Field(
+    eviction: EvictionName = Field(
         default="lru",
         description="Choose the block to evict. lru: the least recently used. arc: one used once "
         "or one used again, whichever kind has paid less; for a tier that is small beside the "
-        "traffic.",
+        "traffic. Or a policy that a package provides (docs/plugins.md).",
     )
 
     def residency(self, pool: Slots, max_slots: int) -> SlotResidency:
-        policy = ArcResidency if self.eviction == "arc" else LruResidency
-        return policy(pool, max_slots)
+        policy = make_eviction(self.eviction, max_slots, self.tier_name)
+        return SlotResidency(pool, max_slots, policy)

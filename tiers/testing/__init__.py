@@ -37,9 +37,12 @@ from tiers.testing.faulty_stores import (
     SlowStore,
 )
 from tiers.testing.harness import Memory, make_key, payload_of
+from tiers.testing.policy_tests import AdmissionContract, EvictionContract
 
 __all__ = [
     "VERBS",
+    "AdmissionContract",
+    "EvictionContract",
     "Faults",
     "FaultyStore",
     "GivenSpec",

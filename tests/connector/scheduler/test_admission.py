@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.clock import Clock
 from tiers.connector.policy.request_state import RequestTable
-from tiers.connector.scheduler.admission import COUNTED, Admission, Tenants
+from tiers.connector.scheduler.admission import Admission, Tenants, ThresholdAdmission
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.kv_events import KVEvents, Place
 from tiers.connector.scheduler.open_tier import OpenTier
@@ -47,10 +47,10 @@ def test_a_block_is_stored_when_enough_requests_had_it(clock: Clock) -> None:
 def test_counts_are_kept_for_so_many_blocks(clock: Clock) -> None:
     admission = rules(clock, store_threshold=2)
     admission.refuses(b"old", 1)
-    for number in range(COUNTED):
+    for number in range(ThresholdAdmission.COUNTED):
         admission.refuses(number.to_bytes(8, "big"), 1)
     assert admission.refuses(b"old", 1) == "store_deferred"
-    assert admission.refuses((COUNTED - 1).to_bytes(8, "big"), 1) is None
+    assert admission.refuses((ThresholdAdmission.COUNTED - 1).to_bytes(8, "big"), 1) is None
 
 
 def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(

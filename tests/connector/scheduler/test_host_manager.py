@@ -13,7 +13,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from tests.host.test_slots import PoolAndTier
 from tiers.connector.scheduler.host_manager import TRIMMED, HostManager
 from tiers.contract.messages import SlotMove
-from tiers.cpu.residency import LruResidency
+from tiers.cpu.eviction import LruEviction
+from tiers.cpu.residency import SlotResidency
 from tiers.host.slots import SlotPool
 
 
@@ -115,7 +116,7 @@ def key(number: int) -> bytes:
 
 def filled(pool: SlotPool, blocks: int) -> HostManager:
     """A tier of the whole pool, with a block in each slot."""
-    manager = HostManager(LruResidency(pool, blocks), pool)
+    manager = HostManager(SlotResidency(pool, blocks, LruEviction(blocks)), pool)
     for number in range(blocks):
         claim = pool.claim(key(number))
         assert claim is not None and claim.slot == number

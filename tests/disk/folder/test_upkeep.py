@@ -379,7 +379,7 @@ def test_space_behind_free_slots_is_given_back_in_steps(
 def test_a_close_finds_no_step_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is closed when `close` returns, whatever the background does just then."""
     # Not 0: a thread that never rests takes its own lock again before a close that waits for it.
-    monkeypatch.setattr(upkeep, "EVERY_S", 1e-4)
+    monkeypatch.setattr(upkeep, "EVERY_S", 1e-3)
     others = set(threading.enumerate())
     for _ in range(30):
         store = open_disk(tmp_path, slots=4)

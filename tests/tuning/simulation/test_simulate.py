@@ -70,10 +70,18 @@ def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
     assert report.computed_tokens == report.prompt_tokens - report.tier_hit_tokens
 
 
-def test_an_eviction_policy_that_is_not_simulated_is_refused_by_name() -> None:
-    chain = SimChain((tier("a", 9, eviction="newest"),))
-    with pytest.raises(SpecError, match="a: found eviction 'newest'; simulated are lru, arc"):
-        simulate([], 16, chain, machine())
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ({"eviction": "newest"}, "a: found eviction 'newest'; simulated are lru, arc"),
+        ({"admission": "soon"}, "a: found admission 'soon'; simulated is threshold"),
+    ],
+)
+def test_a_policy_that_is_not_simulated_is_refused_by_name(
+    policy: dict[str, str], says: str
+) -> None:
+    with pytest.raises(SpecError, match=says):
+        simulate([], 16, SimChain((tier("a", 9, **policy),)), machine())
 
 
 @pytest.mark.parametrize("policy", ["longest", "stitched"])

@@ -12,7 +12,10 @@ from typing import NamedTuple
 from spec.chain import TenantSpec
 from spec.fields import format_rate, format_size
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
+from spec.plugins import is_ours
+from spec.policies import AdmissionPolicy, admission_policy
 from tiers.contract.pool_size import STAGING, STEPS
+from tiers.guarded_policies import GuardedAdmission
 from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
@@ -44,8 +47,38 @@ class StoreRate:
         return self._blocks * seconds / self._seconds if self._seconds else None
 
 
-COUNTED = 1 << 18
-"""Blocks whose requests are counted; beyond it the oldest counts are forgotten."""
+class ThresholdAdmission(AdmissionPolicy):
+    """Admits a block from its Nth request on, which leaves out what is asked for only once."""
+
+    COUNTED = 1 << 18
+    """Blocks whose requests are counted; beyond it the oldest counts are forgotten."""
+
+    def __init__(self, threshold: int) -> None:
+        super().__init__(threshold)
+        self._counts: dict[bytes, int] = {}
+
+    def admits(self, key: bytes) -> bool:
+        if self.threshold == 1:
+            return True
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count
+        if len(self._counts) > self.COUNTED:
+            del self._counts[next(iter(self._counts))]
+        return count >= self.threshold
+
+    def stored(self, key: bytes) -> None:
+        self._counts.pop(key, None)
+
+
+def make_admission(spec: OffloadingSpec) -> AdmissionPolicy:
+    """The tier's policy; a plugin's is guarded."""
+    policy, threshold = admission_policy(spec.admission), spec.store_threshold
+    if is_ours(policy):
+        return policy(threshold)
+    name = f"tier {log_name(spec)!r}: {spec.admission}"
+    return GuardedAdmission(policy, ThresholdAdmission(threshold), threshold, name)
+
+
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once."""
 
@@ -70,7 +103,7 @@ class Admission:
         self.rate = StoreRate()
         self._step_blocks = step_blocks
         self._now = now
-        self._counts: dict[bytes, int] = {}
+        self._chosen, self._policy = spec.admission, make_admission(spec)
         self._budget: float | None = None
         self._left = 0.0
         self._since = now()
@@ -83,7 +116,9 @@ class Admission:
         self.acceptance.spec = spec
         self._max_inflight = store.max_inflight if store is not None else None
         self._share = 1.0 if is_only_tier else 0.5
-        self._store_threshold = spec.store_threshold
+        if spec.admission != self._chosen:
+            self._chosen, self._policy = spec.admission, make_admission(spec)
+        self._policy.threshold = spec.store_threshold
         before, self._budget = self._budget, store.write_budget if store is not None else None
         most = (self._budget or 0.0) * BURST
         self._left = most if before is None else min(self._left, most)
@@ -108,18 +143,9 @@ class Admission:
     def refuses(self, key: bytes, size: int) -> str | None:
         """Ask for a block of `size` bytes that the tier misses: once per request, and again where
         it was admitted and found no room."""
-        if not self._is_touched_enough(key):
+        if not self._policy.admits(key):
             return "store_deferred"
         return None if self._can_pay(size) else "store_dropped_budget"
-
-    def _is_touched_enough(self, key: bytes) -> bool:
-        if self._store_threshold == 1:
-            return True
-        count = self._counts.pop(key, 0) + 1
-        self._counts[key] = count
-        if len(self._counts) > COUNTED:
-            del self._counts[next(iter(self._counts))]
-        return count >= self._store_threshold
 
     def _can_pay(self, size: int) -> bool:
         if self._budget is None:
@@ -131,7 +157,7 @@ class Admission:
 
     def stores(self, key: bytes, size: int) -> None:
         """The block is in flight; once it is evicted, it has to be asked for anew."""
-        self._counts.pop(key, None)
+        self._policy.stored(key)
         self._left -= size
 
 

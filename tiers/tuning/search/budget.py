@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -19,7 +19,8 @@ from spec.errors import SpecError, one_of
 from spec.fields import ByteSize, Duration
 from spec.load import load_document
 from spec.offloading import HostSpec, OffloadingSpec
-from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
+from spec.plugins import BrokenPlugin, UnknownPlugin
+from spec.registry import make_tier, tier_class
 from tiers.tuning.machine import (
     KNOWN,
     SIZE_KEYS,
@@ -29,6 +30,7 @@ from tiers.tuning.machine import (
     load_machine,
     size_key,
 )
+from tiers.tuning.simulation.spaces import SPACES
 
 Objective = Literal["mean_ttft", "p99_ttft", "saved_seconds", "cost"]
 
@@ -56,7 +58,7 @@ class BudgetMedium(BaseModel, frozen=True, extra="forbid"):
     def _is_known(cls, kind: str) -> str:
         try:
             tier_class(kind)
-        except (UnknownTierType, BrokenTierType) as error:
+        except (UnknownPlugin, BrokenPlugin) as error:
             raise ValueError(str(error)) from None
         return kind
 
@@ -90,8 +92,7 @@ class BudgetMedium(BaseModel, frozen=True, extra="forbid"):
     @property
     def evictions(self) -> tuple[str, ...]:
         """The eviction policies that the tier has, the default first; one: no choice."""
-        field = tier_class(self.type).model_fields.get("eviction")
-        return ("lru",) if field is None else get_args(field.annotation)
+        return tuple(SPACES) if "eviction" in tier_class(self.type).model_fields else ("lru",)
 
     @property
     def is_host(self) -> bool:

@@ -20,13 +20,14 @@ class SimTier:
     capacity: int | None = None
     """None: as the machine's profile says, else without limit."""
     eviction: str = "lru"
-    """`lru` or `arc`; stores have `lru`."""
+    """One of `SPACES`; stores have `lru`."""
     store_threshold: int = 1
     max_inflight: int | None = None
     store_rate: float | None = None
     load_rate: float | None = None
     write_budget: float | None = None
     ttl: float | None = None
+    admission: str = "threshold"
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> SimTier:
@@ -42,6 +43,7 @@ class SimTier:
             getattr(spec, "eviction", "lru"),
             spec.store_threshold,
             ttl=getattr(spec, "ttl", None),
+            admission=spec.admission,
             **limits,
         )
 

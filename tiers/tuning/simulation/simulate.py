@@ -14,7 +14,7 @@ from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.sim_engine import SimEngine
 from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts, TierSettings
-from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, TimedSpace
+from tiers.tuning.simulation.spaces import SPACES, LruSpace, TimedSpace
 from tiers.tuning.simulation.workload import Workload
 
 STAGING = 256 << 20
@@ -76,13 +76,15 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
 
 
 def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
+    if tier.admission != "threshold":
+        found = f"found admission {tier.admission!r}; simulated is threshold"
+        raise SpecError([f"{tier.name}: {found}"])
     if tier.ttl is not None:
         return TimedSpace(blocks, runs, tier.ttl)
-    spaces = {"lru": LruSpace, "arc": ArcSpace}
-    if tier.eviction not in spaces:
-        known = ", ".join(spaces)
+    if tier.eviction not in SPACES:
+        known = ", ".join(SPACES)
         raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])
-    return spaces[tier.eviction](blocks, runs)
+    return SPACES[tier.eviction](blocks, runs)
 
 
 def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float) -> TierSettings:

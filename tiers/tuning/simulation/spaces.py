@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tiers.host.arc_queues import AGAIN, ONCE, Arc
 
@@ -236,3 +236,7 @@ class ArcSpace(LruSpace):
             self.used -= count
             over -= count
             arc.evicted(queue, run, evicted)
+
+
+SPACES: Mapping[str, type[LruSpace]] = {"lru": LruSpace, "arc": ArcSpace}
+"""The eviction policies that are simulated, the default first."""
