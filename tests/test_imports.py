@@ -149,7 +149,7 @@ ROOMS: dict[str, set[str]] = {
         "host",
     },
     "data": {"wrappers", "host", "concurrency"},
-    "doctor": {"control", "engine", "contract", "wrappers", "host"},
+    "doctor": {"control", "engine", "contract", "wrappers", "host", "concurrency"},
     "cli": {
         "data",
         "doctor",

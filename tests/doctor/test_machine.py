@@ -106,3 +106,29 @@ def test_shared_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tiers.doctor.machine.LEAST_SHM", LEAST_SHM)
     (root / "dev" / "shm").rmdir()
     assert any("No such file" in each.found for each in findings(root))
+
+
+@pytest.mark.parametrize(
+    ("second", "gravity", "found"),
+    [
+        ("0-999", "fine", "processors near each of 1 devices"),
+        ("900-907", "note", "near 0000:3b:00.0"),
+    ],
+)
+def test_processors_near_a_device(machine: Machine, second: str, gravity: str, found: str) -> None:
+    """Of a machine with two sockets; a sound card of the same vendor is none."""
+    root = machine(64)
+    for name, text in {
+        "dev/nvidiactl": "",
+        "sys/devices/system/node/node0/cpulist": "908-915\n",
+        "sys/devices/system/node/node1/cpulist": f"{second}\n",
+        "sys/bus/pci/devices/0000:3b:00.0/vendor": "0x10de\n",
+        "sys/bus/pci/devices/0000:3b:00.0/class": "0x030200\n",
+        "sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
+        "sys/bus/pci/devices/0000:3b:00.1/vendor": "0x10de\n",
+        "sys/bus/pci/devices/0000:3b:00.1/class": "0x040300\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (said,) = (one for one in findings(root) if "NUMA" in one.found)
+    assert said.gravity == gravity and found in said.found and "3b:00.1" not in said.found

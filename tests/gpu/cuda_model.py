@@ -362,6 +362,9 @@ class LateExecutor:
         self._is_eager = is_eager
         self._tasks: deque[LateFuture] = deque()
 
+    def bind(self, cpus: frozenset[int]) -> None:
+        """It has no thread."""
+
     def submit(self, call: Callable[..., Any], *args: Any) -> LateFuture:
         future = LateFuture(self, lambda: call(*args))
         self._tasks.append(future)

@@ -1,4 +1,4 @@
-"""NVIDIA's driver as far as it copies batches: real calls by ctypes, over memory of the host."""
+"""NVIDIA's driver, as far as it copies batches and tells where devices are: calls by ctypes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _FIND = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_int),
 )
 
+_DEVICE = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
+_ADDRESS = ctypes.CFUNCTYPE(ctypes.c_uint, _POINTER, ctypes.c_int, ctypes.c_int)
+
 
 def at_once(stream: int, operation: Operation) -> None:
     """A device that does what it is told."""
@@ -42,9 +45,21 @@ class Driver:
         """Whether it has the function of CUDA 13 alone."""
         self.goes_wrong: Callable[[list[int]], None] = lambda targets: None
         """Changes a batch's targets."""
+        self.bus = ["0000:1B:00.0", "0000:3B:00.0"]
+        """Where its devices are."""
+        self.cuDeviceGet: Any = _DEVICE(self._device)
+        self.cuDeviceGetPCIBusId: Any = _ADDRESS(self._address)
         self._put = put
         self._batch = FUNCTION(self._copy)
         self.cuGetProcAddress_v2: Any = _FIND(self._find)
+
+    def _device(self, found: Any, ordinal: int) -> int:
+        found[0] = ordinal + 100
+        return 0 if ordinal < len(self.bus) else 101
+
+    def _address(self, text: int, room: int, device: int) -> int:
+        ctypes.memmove(text, (self.bus[device - 100] + "\0").encode(), min(room, 13))
+        return 0
 
     def _find(self, name: bytes, address: Any, cuda: int, flags: int, status: Any) -> int:
         found = name == BATCHED.encode() and cuda == 12080 and not self.newest_only

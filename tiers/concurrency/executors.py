@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
+
+from tiers.concurrency.numa import bind, nodes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,7 +34,6 @@ _ending = threading.Event()
 IDLE_WAIT = 0.002
 """Seconds that a step with nothing to compute may wait for other threads, rather than spin."""
 
-_NODES = Path("/sys/devices/system/node")
 _BINDS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
 """Variables that make OpenMP (the standard, GNU's, Intel's) bind threads; nothing but the
 environment tells whether it does."""
@@ -76,6 +76,12 @@ class IoExecutor(Executor):
         thread.start()
         self._threads.append(thread)
         _queues[thread] = self._calls
+
+    def bind(self, cpus: frozenset[int]) -> None:
+        """Let its threads run on these processors alone; see `numa.bind`."""
+        for thread in self._threads:
+            if thread.native_id is not None:
+                bind(cpus, thread.native_id)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a call for the first thread that is free. Raises RuntimeError after `shutdown`, and
@@ -191,13 +197,6 @@ def widen_affinity() -> None:
 
 def _same_nodes(cores: set[int]) -> set[int]:
     """All cores of the NUMA nodes that have some of these. Raises OSError and ValueError."""
-    nodes = [_listed(file.read_text()) for file in _NODES.glob("node[0-9]*/cpulist")]
     # Without NUMA nodes in /sys there is one.
-    known = nodes or [set(range(os.cpu_count() or 1))]
+    known = [*nodes().values()] or [set(range(os.cpu_count() or 1))]
     return set[int]().union(*(node for node in known if node & cores))
-
-
-def _listed(text: str) -> set[int]:
-    """The kernel's list of numbers and ranges, such as `0-3,8`. Raises ValueError."""
-    spans = [span.split("-") for span in text.strip().split(",") if span]
-    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}

@@ -64,6 +64,10 @@ class Copier(Protocol):
     def pin(self) -> bool:
         """Whether host memory should be pinned for this device."""
 
+    @property
+    def cpus(self) -> frozenset[int]:
+        """The processors near it, for threads that touch that memory; none: all are as near."""
+
     def fence(self) -> Fence:
         """Mark the work queued on the engine's device so far, for `scatter`."""
 

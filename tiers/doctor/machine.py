@@ -11,6 +11,7 @@ from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.findings import DoctorFinding
 from spec.offloading import HostSpec
+from tiers.concurrency.numa import NVIDIA, devices_of, near, nodes
 from tiers.contract.pool_size import PoolSize
 from tiers.host.spare_memory import for_slots, left_of_limits, spare_memory
 
@@ -27,6 +28,7 @@ def examine_machine(chain: ChainSpec | None, root: Path = Path("/")) -> Iterator
     has_device = any((root / device).exists() for device in _DEVICES)
     if has_device:
         yield _locked_memory(pool)
+        yield from _nodes(root)
     yield _huge_pages(root)
     yield _shared_memory(root)
 
@@ -76,6 +78,28 @@ def _locked_memory(pool: PoolSize | None) -> DoctorFinding:
         f"locked memory is limited to {format_size(limit)} (ulimit -l), and {format_size(need)} "
         "are pinned for the device: a driver that counts pinned memory refuses it",
         "start it with ulimit -l unlimited (docker run --ulimit memlock=-1, LimitMEMLOCK=infinity)",
+        "nothing",
+    )
+
+
+def _nodes(root: Path) -> Iterator[DoctorFinding]:
+    """Of the devices of a machine of several NUMA nodes. Says nothing where none are known."""
+    try:
+        known = nodes(root)
+    except (OSError, ValueError):
+        return
+    devices = sorted(folder.name for folder in devices_of(NVIDIA, root))
+    if len(known) < 2 or not devices:
+        return
+    far = [device for device in devices if not near(device, root)]
+    if not far:
+        yield DoctorFinding("fine", f"NUMA: processors near each of {len(devices)} devices")
+        return
+    yield DoctorFinding(
+        "note",
+        f"NUMA: this process may use no processor that is known to be near {', '.join(far)}, so "
+        "that host memory is pinned at any of the nodes",
+        "give the container processors of the device's node (docker run --cpuset-cpus)",
         "nothing",
     )
 

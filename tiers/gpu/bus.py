@@ -12,14 +12,17 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tiers.concurrency.numa import ROOT, near
 from tiers.host.slot_memory import pinned_together
 
 logger = logging.getLogger(__name__)
 
+DRIVER = "libcuda.so.1"
 BATCHED = "cuMemcpyBatchAsync"
 _AS_OF = 12080
 """The CUDA whose function is asked for. That of 13 takes other arguments; its drivers have both."""
@@ -110,7 +113,7 @@ def open_batch(
     """The driver's batched copy, if there is one and it copies here what was sent. `stream`: one
     that is not the default, which the driver refuses. `load`: finds the driver."""
     try:
-        batch = Batch(load("libcuda.so.1"))
+        batch = Batch(load(DRIVER))
     except (OSError, AttributeError) as error:
         logger.info("each run of slots is copied by a call of its own: %s", error)
         return None
@@ -140,6 +143,21 @@ def _fault(batch: Batch, device: torch.device, stream: HasStream) -> str:
         expected[place, :size] = sent[place, :size]
     same = torch.equal(there.cpu(), expected) and torch.equal(back, expected)
     return "" if same else "copies other bytes than it is sent"
+
+
+def near_device(
+    device: torch.device, root: Path = ROOT, load: Callable[[str], Any] = ctypes.CDLL
+) -> frozenset[int]:
+    """The processors of the NUMA node that a device is at; see `numa.near`. By the driver, since
+    PyTorch does not tell where on the bus a device is in all its versions."""
+    number, address = ctypes.c_int(), ctypes.create_string_buffer(16)
+    try:
+        driver = load(DRIVER)
+        failed = driver.cuDeviceGet(ctypes.byref(number), device.index or 0)
+        failed = failed or driver.cuDeviceGetPCIBusId(address, len(address), number)
+    except (OSError, AttributeError):
+        return frozenset()
+    return frozenset() if failed else near(address.value.decode(), root)
 
 
 class Bus:

@@ -38,6 +38,7 @@ class CpuCopier:
     """
 
     pin = False
+    cpus = frozenset[int]()
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         self._paged = PagedKV(kv_caches, num_blocks)

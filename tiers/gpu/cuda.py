@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from tiers.concurrency.executors import io_executor
-from tiers.gpu.bus import Bus, open_batch
+from tiers.gpu.bus import Bus, near_device, open_batch
 from tiers.gpu.pages import Copies, PageCopies, PagedKV
 from tiers.host.slot_memory import slot_stride
 
@@ -129,6 +129,11 @@ class CudaCopier:
         shared = staging or Staging(self._device, self._stride)
         self._out, self._in, self._bus = shared.out, shared.into, shared.bus
         self._loading, self._thread = shared.loading, shared.thread
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """The processors of the NUMA node that the device is at."""
+        return near_device(self._device)
 
     def fence(self) -> _Fence:
         """The place after all that the engine queued on its stream."""

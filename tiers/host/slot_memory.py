@@ -16,6 +16,7 @@ import torch
 
 from spec.fields import format_size
 from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.numa import bind
 from tiers.errors import TierUnusable
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class SlotMemory:
     What is pinned is provided in steps, before each of which `check` hears its bytes and may raise.
     A forked child has none of it. With `reserve`, a number of slots, it can grow to as many: their
     addresses are set aside, and `rows` keeps its own. What is pinned is then whole pieces of
-    `REGISTER_BYTES`, the last of which may go beyond the last slot.
+    `REGISTER_BYTES`, the last of which may go beyond the last slot. With `cpus` it is provided by
+    those processors, and so at their node.
     Owner of the bytes until `close`; views handed out must not outlive it.
     """
 
@@ -77,16 +79,17 @@ class SlotMemory:
         touch: bool = False,
         check: Callable[[int], None] = lambda size: None,
         reserve: int = 0,
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         self.payload_bytes = payload_bytes
         self._stride = stride = slot_stride(payload_bytes)
         self._piece = pinned_together(stride) * stride
-        self._pin = pin
+        self._pin, self._cpus = pin, cpus
         self._map = _map(max(1, num_slots) * stride, reserve * stride)
         # After a fork a slot's next write would go to a new page, while a device still copies the
         # old one; or, with newer kernels, the fork itself copies all that is pinned.
         self._map.madvise(mmap.MADV_DONTFORK)
-        _prefer_huge_pages(self._map, touch)
+        _prefer_huge_pages(self._map, touch and not pin)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = flat.data_ptr()
         self._all_rows = flat[: len(flat) // stride * stride].view(-1, stride)
@@ -122,7 +125,7 @@ class SlotMemory:
 
     def _provide(self, start: int, end: int, check: Callable[[int], None]) -> None:
         log = PinningLog(end - start)
-        provide(self._address + start, end - start, check, log)
+        provide(self._address + start, end - start, check, log, self._cpus)
         for at in range(start, end, self._piece):
             size = min(self._piece, end - at)
             register(self._address + at, size)
@@ -227,13 +230,20 @@ class PinningLog:
             logger.info("pinning host memory: done after %.1f s", self._now() - self._began)
 
 
-def provide(address: int, length: int, check: Callable[[int], None], log: PinningLog) -> None:
-    """Make the system provide all pages of a fresh range, on several threads, in steps.
+def provide(
+    address: int,
+    length: int,
+    check: Callable[[int], None],
+    log: PinningLog,
+    cpus: frozenset[int] = frozenset(),
+) -> None:
+    """Make the system provide all pages of a fresh range, on several threads, in steps. `cpus`: the
+    processors of those threads, any if there are none.
 
     Registering memory with CUDA would do it on one thread, for a minute without a log line.
     `check(size)` is called before each step and may raise.
     """
-    with ThreadPoolExecutor(PROVIDERS, "kvtiers-provide") as pool:
+    with ThreadPoolExecutor(PROVIDERS, "kvtiers-provide", bind, (cpus,)) as pool:
         for start in range(0, length, STEP):
             size = min(STEP, length - start)
             check(size)

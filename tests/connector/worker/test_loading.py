@@ -35,6 +35,7 @@ class Host:
 
     payload_bytes = PAYLOAD
     pin = False
+    cpus = frozenset[int]()
 
     def __init__(self) -> None:
         self.seconds = 0.0

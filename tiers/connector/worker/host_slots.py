@@ -47,6 +47,10 @@ class Checksums:
         self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
         self._thread = io_executor(1, "checksum")
 
+    def bind(self, cpus: frozenset[int]) -> None:
+        """Compute on these processors alone; see `numa.bind`."""
+        self._thread.bind(cpus)
+
     def begin(self, slots: Sequence[int], gather: Copy) -> None:
         """Compute the checksums of these slots, once they are gathered. Does not wait."""
         self._let_go()
@@ -139,6 +143,9 @@ class HostSlots:
         self.watch.begin()
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
         self._memory = memory = self._allocate(self._copier.pin)
+        self._mover.bind(self._copier.cpus)
+        if self._checksums is not None:
+            self._checksums.bind(self._copier.cpus)
         self._kept = len(memory.rows)
         self._log_fewer_slots()
         rows = memory.rows
@@ -162,7 +169,8 @@ class HostSlots:
                 self._check_room(slots, pin)
                 reserve = reservable_memory(self._root) if size.can_grow else 0
                 reserve //= slot_stride(self.payload_bytes)
-                return SlotMemory(slots, self.payload_bytes, pin, False, self._check_step, reserve)
+                more = self._check_step, reserve, self.copier.cpus
+                return SlotMemory(slots, self.payload_bytes, pin, False, *more)
             except (TierUnusable, OSError) as error:
                 why = self._describe(slots, str(error))
                 self._shortage = self._shortage or why

@@ -185,11 +185,13 @@ class Loading:
         if self._bounces:
             return
         payload, copier = self._host.payload_bytes, self._host.copier
+        self._threads.bind(copier.cpus)
+        self._readers.bind(copier.cpus)
         rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
         # Touched now: a first load would take twice as long otherwise.
         try:
             for _ in range(LOADERS * BOUNCES):
-                self._bounces.append(SlotMemory(rows, payload, copier.pin, touch=True))
+                self._bounces.append(SlotMemory(rows, payload, copier.pin, True, cpus=copier.cpus))
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 

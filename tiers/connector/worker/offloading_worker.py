@@ -17,6 +17,7 @@ from spec.errors import describe_error
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
+from tiers.concurrency.numa import bound
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.filling import Filling
@@ -264,6 +265,7 @@ class OffloadingWorker(WorkerConnector):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""
         self._host.open(kv_caches)
+        self._writer.bind(self._host.copier.cpus)
         if self._spec is None:
             self._handshake = self._host.handshake(self.tier)
             return
@@ -281,7 +283,8 @@ class OffloadingWorker(WorkerConnector):
             try:
                 self._loading.open()
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
-                store = open_guarded(spec, site)
+                with bound(self._host.copier.cpus):  # a store's threads touch the host pool
+                    store = open_guarded(spec, site)
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
