@@ -84,7 +84,7 @@ class VllmFiles:
         memory: Any = np.frombuffer(pages, dtype=np.uint8).reshape(blocks, block_bytes)
         memory[:] = 1
         self._tier: Any = FileSystemTierManager(
-            _offloading_spec(), memoryview(memory), "fs", str(folder)
+            offloading_spec(), memoryview(memory), "fs", str(folder)
         )
         self._all, self._capacity = range(blocks), capacity_batches
         self._batches: deque[list[bytes]] = deque()
@@ -139,8 +139,8 @@ class VllmFiles:
         self._tier.shutdown()
 
 
-def _offloading_spec() -> Any:
-    """As much of the engine's settings as the tier reads."""
+def offloading_spec() -> Any:
+    """As much of the engine's settings as a tier of vLLM's reads."""
     parallel = SimpleNamespace(
         tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
     )
@@ -152,4 +152,5 @@ def _offloading_spec() -> Any:
         cache=SimpleNamespace(tokens_per_hash=16),
         parallel=parallel,
     )
-    return SimpleNamespace(config=config, blocks_per_chunk=1)
+    events = SimpleNamespace(enable_kv_cache_events=False)
+    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)

@@ -30,6 +30,7 @@ SUITES = (
     "scheduler",
     "steps",
     "disk",
+    "inside",
     "e2e",
     "remote",
     "lookups",

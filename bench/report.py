@@ -53,7 +53,7 @@ class Case:
     rounds: int = 99
 
 
-LESS_IS_BETTER = ("ms", "us", "us/block", "s", "bytes/block", "tables")
+LESS_IS_BETTER = ("ms", "us", "us/block", "s", "bytes/block", "tables", "of capacity")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from bench import scheduler
 from bench.main import SUITES, Scale, run
 from bench.report import HEAD, table
 
-MARKS = {"e2e": [pytest.mark.vllm]}
+MARKS = {"inside": [pytest.mark.vllm], "e2e": [pytest.mark.vllm]}
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -49,7 +52,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = 2
-"""Loads that are read at once."""
+"""Parts of loads that are read at once."""
+PART_BYTES = 4 << 20
+"""Of rows that are copied and moved at once: they stay in the processor's caches between the two.
+At 32 MiB a batch of 128 MiB took half as much more processor time."""
 LOAD_SECONDS = 5.0
 """Seconds after which a block that is still being loaded is a miss."""
 STORE_SECONDS = 10.0
@@ -60,18 +66,24 @@ _HAS_BYTES = "transfer_bytes" in {one.name for one in fields(JobResult)}
 """Whether this vLLM takes the bytes of a transfer, as 0.31 and later do."""
 
 
-class RowJob:
-    """A transfer between rows of vLLM's host memory and the store: the pairs of a key and its row,
-    in order. `arrived`: keys of blocks that are where they should be."""
+Pairs = Sequence[tuple[bytes, int]]
+"""Keys, and the row of each."""
 
-    def __init__(self, job: TransferJob, pairs: Sequence[tuple[bytes, int]], tag: bytes) -> None:
+
+class RowJob:
+    """A transfer between rows of vLLM's host memory and the store, in parts. `lanes`: the threads'
+    calls that take them. `arrived`: keys of blocks that are where they should be."""
+
+    def __init__(self, job: TransferJob, pairs: Pairs, tag: bytes, part_blocks: int) -> None:
         """`tag`: the generation of the keys."""
         self.job = job
         self.pairs = pairs
         self.tag = tag
+        starts = range(0, len(pairs), part_blocks)
+        self.parts = deque(pairs[start : start + part_blocks] for start in starts)
         self.arrived: set[bytes] = set()
         self.began = time.monotonic()
-        self.future: Future[None] = Future()
+        self.lanes: list[Future[None]] = []
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -82,11 +94,30 @@ class RowJob:
                 np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
             return not self._is_over
 
+    def arrive(self, names: Iterable[bytes]) -> None:
+        """Note these, while anyone waits for them."""
+        with self._lock:
+            if not self._is_over:
+                self.arrived.update(names)
+
+    def has_ended(self, now: float) -> bool:
+        """Whether all is done, or will not be waited for any longer."""
+        limit = LOAD_SECONDS if self.job.is_promotion else STORE_SECONDS
+        is_late = self._is_over or now > self.began + limit
+        return is_late or all(lane.done() for lane in self.lanes)
+
     def end(self) -> None:
         """Touch no row any more: vLLM uses them for others. Waits for the copy of one row."""
         with self._lock:
             self._is_over = True
-        self.future.cancel()
+        for lane in self.lanes:
+            lane.cancel()
+
+    def outcome(self) -> BaseException | bool:
+        """Whether all parts were tried, or what went wrong."""
+        if not all(lane.done() and not lane.cancelled() for lane in self.lanes):
+            return False
+        return next(filter(None, (lane.exception() for lane in self.lanes)), True)
 
 
 @dataclass
@@ -103,7 +134,7 @@ class TierLookups:
     promised: dict[bytes, bool] = field(default_factory=dict)
     lookup: Lookup = field(default_factory=Lookup)
     stored: dict[bytes, int] = field(default_factory=dict)
-    jobs: int = 0
+    parts: int = 0
     is_stale: bool = False
 
 
@@ -157,12 +188,15 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._requests: dict[str, TierLookups] = {}
         self._jobs: dict[int, RowJob] = {}
         self._store: Guarded | None = None
+        self._has_index = False
         self._notes: NamespaceNotes | None = None
         self._manager = TierManager()
         self._opening: Future[Guarded | None] | None = None
         self._opener = io_executor(1, "open")
         self._reader = io_executor(READERS, "fetch")
         self._writer = io_executor(1, "store")
+        self._copier = io_executor(1, "gather")
+        self._part_blocks = min(batch_blocks(self._row_bytes), PART_BYTES // self._row_bytes) or 1
         self._scratch = threading.local()
         self._join()
         if self._opening is not None:
@@ -214,7 +248,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         if name in request.missed:
             return LookupResult.MISS
         if name not in request.asked and name not in request.wanted:
-            if capability(self._store, LocalIndex) is not None:
+            if self._has_index:
                 # By itself: the answers to what the request has asked for may be half there.
                 known = self._manager.coverage(Lookup(), [name], range(1))
                 if known is not None:
@@ -234,6 +268,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._join()
+        if not self._has_index and self._store is not None:  # to ask takes longer than a lookup
+            self._has_index = capability(self._store, LocalIndex) is not None
         for request_id in context.new_req_ids:
             if request_id in self._requests:
                 self._requests[request_id].promised.clear()
@@ -256,14 +292,17 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         pairs = self._pairs(job_metadata)
         if request := self._requests.get(job_metadata.req_context.req_id):
             request.promised.update((name, True) for name, _ in pairs)
-        self._begin(job_metadata, pairs, self._reader.submit, self._load)
+        self._begin(job_metadata, pairs, self._reader.submit, self._load, READERS)
 
     def _load(self, job: RowJob, store: Guarded) -> None:
-        for some, blocks in self._batches(job):
-            loaded = store.get(blocks)
-            for (name, row), is_loaded, block in zip(some, loaded, blocks, strict=True):
-                if is_loaded and job.copy(block.payload, self._row(row)):
-                    job.arrived.add(name)
+        with suppress(IndexError):  # all are taken
+            while True:
+                some = job.parts.popleft()
+                blocks = self._blocks(job, some)
+                loaded = store.get(blocks)
+                for (name, row), is_loaded, block in zip(some, loaded, blocks, strict=True):
+                    if is_loaded and job.copy(block.payload, self._row(row)):
+                        job.arrive([name])
 
     # -- storing -----------------------------------------------------------------------------
 
@@ -275,23 +314,35 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             missing = self._manager.touch_and_list_missing([name for name, _ in pairs])
             pairs = [pair for pair, wanted in zip(pairs, missing, strict=True) if wanted]
             request.stored.update(pairs)
-            request.jobs += 1
+            request.parts += -(-len(pairs) // self._part_blocks)
         storing = sum(len(job.pairs) for job in self._jobs.values() if not job.job.is_promotion)
         # Stores may hold half of all rows; the others are left to loads and to vLLM.
         pairs = pairs[: max(0, self._half - storing)]
         if pairs:
             self._keep_note(self._generation.tag)
-        self._begin(job_metadata, pairs, self._writer.submit, self._put)
+        self._begin(job_metadata, pairs, self._writer.submit, self._put, 1)
 
     def _put(self, job: RowJob, store: Guarded) -> None:
-        for some, blocks in self._batches(job):
-            for (_, row), block in zip(some, blocks, strict=True):
-                if not job.copy(self._row(row), block.payload):
-                    return
+        """A part is copied from its rows while the one before is stored."""
+        ahead = self._copier.submit(self._gathered, job, 0)
+        for number in range(1, len(job.parts) + 1):
+            some, blocks = ahead.result()
+            if number < len(job.parts):
+                ahead = self._copier.submit(self._gathered, job, number)
+            if len(blocks) < len(some):
+                return
             held = store.put(blocks)
-            job.arrived.update(
-                name for (name, _), is_held in zip(some, held, strict=True) if is_held
-            )
+            job.arrive(name for (name, _), is_held in zip(some, held, strict=True) if is_held)
+
+    def _gathered(self, job: RowJob, number: int) -> tuple[Pairs, list[Block]]:
+        """A part of a job, and its blocks; fewer once the job has no rows any more."""
+        some = job.parts[number]
+        blocks = self._blocks(job, some, half=number % 2)
+        copies = (
+            job.copy(self._row(row), block.payload)
+            for (_, row), block in zip(some, blocks, strict=True)
+        )
+        return some, [*compress(blocks, copies)]
 
     # -- both --------------------------------------------------------------------------------
 
@@ -309,29 +360,25 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
     def _begin(
         self,
         job: TransferJob,
-        pairs: Sequence[tuple[bytes, int]],
+        pairs: Pairs,
         submit: Callable[..., Future[None]],
         transfer: Callable[[RowJob, Guarded], None],
+        lanes: int,
     ) -> None:
-        made = self._jobs[job.job_id] = RowJob(job, pairs, self._generation.tag)
-        if pairs and self._store is not None:
-            made.future = submit(_transfer, self._engine.looked(), transfer, made, self._store)
-        else:
-            made.future.set_result(None)
+        made = RowJob(job, pairs, self._generation.tag, self._part_blocks)
+        self._jobs[job.job_id] = made
+        if self._store is not None:
+            run = partial(_transfer, self._engine.looked(), transfer, made, self._store)
+            made.lanes += [submit(run) for _ in range(min(lanes, len(made.parts)))]
 
-    def _batches(self, job: RowJob) -> Iterable[tuple[Sequence[tuple[bytes, int]], list[Block]]]:
-        """Yield parts of a job, and blocks of their names over memory of this thread."""
-        size = batch_blocks(self._row_bytes)
+    def _blocks(self, job: RowJob, some: Pairs, half: int = 0) -> list[Block]:
+        """Blocks of these names over one half of this thread's memory."""
         if not hasattr(self._scratch, "memory"):
-            self._scratch.memory = SlotMemory(size, self._row_bytes, pin=False)
+            self._scratch.memory = SlotMemory(2 * self._part_blocks, self._row_bytes, pin=False)
         space = space_of(self._engine.namespace(), job.tag)
-        for start in range(0, len(job.pairs), size):
-            some = job.pairs[start : start + size]
-            memory = map(self._scratch.memory.payload, range(len(some)))
-            yield (
-                some,
-                [Block(space + name, to) for (name, _), to in zip(some, memory, strict=True)],
-            )
+        slots = range(half * self._part_blocks, (half + 1) * self._part_blocks)
+        payloads = map(self._scratch.memory.payload, slots)
+        return [Block(space + name, to) for (name, _), to in zip(some, payloads, strict=False)]
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
@@ -339,19 +386,15 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the transfers that have ended, or have taken too long."""
         now = time.monotonic()
-        ended = []
-        for job in list(self._jobs.values()):
-            limit = LOAD_SECONDS if job.job.is_promotion else STORE_SECONDS
-            if job.future.done() or now > job.began + limit:
-                ended.append(self._ended(job, now))
-        return ended
+        ended = [job for job in self._jobs.values() if job.has_ended(now)]
+        return [self._ended(job, now) for job in ended]
 
     def _ended(self, job: RowJob, now: float) -> JobResult:
+        is_done = job.outcome()
         job.end()
         del self._jobs[job.job.job_id]
-        is_done = job.future.done() and not job.future.cancelled()
-        if is_done and (error := job.future.exception()) is not None:
-            logger.error("tier %r lost a transfer: %s", self.tier_type, describe_error(error))
+        if isinstance(is_done, BaseException):
+            logger.error("tier %r lost a transfer: %s", self.tier_type, describe_error(is_done))
         keys = [(key, self._generation.key(key)) for key in job.job.keys]
         arrived = [key for key, name in keys if name in job.arrived]
         if job.job.is_promotion:
@@ -399,7 +442,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         if request is None:
             return
         request.lookup.cancel()
-        if request.jobs > 1:  # its first block is to be the last one that is evicted
+        if request.parts > 1:  # its first block is to be the last one that is evicted
             self._manager.touch_prefix(list(request.stored))
 
     def drain_jobs(self) -> None:
@@ -415,11 +458,11 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for stores in flight, `DRAIN_SECONDS` at most, and close the store."""
-        stores = [job.future for job in self._jobs.values() if not job.job.is_promotion]
-        wait(stores, DRAIN_SECONDS)
+        stores = (job.lanes for job in self._jobs.values() if not job.job.is_promotion)
+        wait([*chain.from_iterable(stores)], DRAIN_SECONDS)
         for job in self._jobs.values():
             job.end()
-        for executor in (self._opener, self._reader, self._writer):
+        for executor in (self._opener, self._reader, self._writer, self._copier):
             executor.shutdown(wait=False)
         if self._store is None and self._opening is not None:
             self._opening.add_done_callback(_close_opened)

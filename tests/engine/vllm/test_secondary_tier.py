@@ -348,6 +348,7 @@ def test_a_reset_waits_for_no_store_and_nothing_older_is_found(
     engine.settle()
     gate.is_open.clear()
     engine.store(BLOCKS[2:4], "running")
+    wait_for(lambda: len(gate.sizes) == 2)
     engine.manager.reset_cache()
     assert engine.store(BLOCKS[2:4], "running") == 0, "it was computed before the reset"
     gate.is_open.set()
