@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from spec.load import load_chain
 from spec.offloading import HostSpec, StoreSpec
 from tiers.contract.pool_size import STAGING
 from tiers.engine.vllm_hosting import HostingEngine
+from tiers.engine.vllm_region import ENGINE, NamedRegion
 from tiers.engine.vllm_secondary_tier import KVTiersStore as KVTiersStore
 from tiers.engine.vllm_secondary_tier import refuse_settings
 from tiers.errors import TierUnusable
@@ -153,7 +153,9 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 f"kv_connector_extra_config has {', '.join(twice)}, which the chain decides: leave "
                 "that out, or use vLLM's TieringOffloadingSpec without a chain"
             )
-        super().__init__(replace(config, extra_config={**config.extra_config, **settings}))
+        more = {"extra_config": {**config.extra_config, **settings}}
+        super().__init__(replace(config, engine_id=ENGINE + config.engine_id, **more))
+        self._named: NamedRegion | None = None
         if not self._rows:
             size = format_size(settings["cpu_bytes_to_use"])
             raise TierUnusable(f"host memory of {size} over all ranks is less than one block")
@@ -163,22 +165,36 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return getattr(self, "num_chunks", 0) or getattr(self, "num_blocks", 0)  # before 0.30
 
     def get_manager(self) -> HostedManager:
-        if not isinstance(self._manager, HostedManager):
+        if isinstance(self._manager, HostedManager):
+            return self._manager
+        region = self._region()
+        try:
             engine = HostingEngine(self, self._chain.salt, self._chain.trust_client_ids)
             for tier in self.secondary_tier_configs:
                 tier["engine"] = engine
-            self._manager = HostedManager(super().get_manager(), engine)
-            # All workers have mapped it: a killed engine leaves no memory behind.
-            Path(self._scheduler_mmap.mmap_path).unlink(missing_ok=True)
-        return self._manager
+            manager = HostedManager(super().get_manager(), engine)
+        finally:
+            region.remove()  # all workers have mapped it
+        self._manager = manager
+        return manager
+
+    def _region(self) -> NamedRegion:
+        if self._named is None:
+            self._named = NamedRegion(self.config.engine_id)
+        return self._named
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Make vLLM's own worker; it has none for its CPU platform."""
+        self._region()
         if not current_platform.is_cpu():
             worker = super().get_worker(kv_caches)
             if (region := getattr(worker, "_mmap_region", None)) is not None:
                 region._creator = False  # the scheduler's process removes the file
             return worker
+        return self.worker_on_cpu(kv_caches)
+
+    def worker_on_cpu(self, kv_caches: CanonicalKVCaches) -> CpuPlatformWorker:
+        """Make a worker for vLLM's CPU platform. Raises ValueError for chunks of several blocks."""
         if self.blocks_per_chunk != 1:
             raise ValueError("on the CPU a chunk is one block: leave out blocks_per_chunk")
         if self._worker is None:
@@ -187,7 +203,8 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
             region = SharedOffloadRegion(self.config.engine_id, self._rows, rank, row, page)
             region._creator = False
             self._worker = CpuPlatformWorker(kv_caches, region)
-        return self._worker
+        worker: CpuPlatformWorker = self._worker
+        return worker
 
 
 class CpuPlatformWorker(OffloadingWorker):  # type: ignore[misc]

@@ -68,6 +68,7 @@ class Node:
             "disable_log_stats": False,
             "kv_transfer_config": dict(transfer),
         }
+        self._open = contextlib.ExitStack()
         self.log = at.with_suffix(".log")
         self._path = at.with_suffix(".sock")
         self._path.unlink(missing_ok=True)
@@ -77,16 +78,16 @@ class Node:
     def connect(self) -> None:
         """Wait until it answers."""
         deadline = time.monotonic() + START_LIMIT
-        self._socket = socket.socket(socket.AF_UNIX)
+        end = self._open.enter_context(socket.socket(socket.AF_UNIX))
         while True:
             try:
-                self._socket.connect(str(self._path))
+                end.connect(str(self._path))
                 break
             except OSError:
                 late = time.monotonic() > deadline or self._has_ended()
                 assert not late, self.log.read_text()[-6000:]
                 time.sleep(0.1)
-        self._lines = self._socket.makefile("rw")
+        self._lines = self._open.enter_context(end.makefile("rw"))
 
     def _has_ended(self) -> bool:
         """Who forked it does not wait for it."""
@@ -121,8 +122,7 @@ class Node:
         """End it as a crash would; it may have ended already."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process, signal.SIGKILL)
-        self._lines.close()
-        self._socket.close()
+        self._open.close()
 
 
 class Apart:

@@ -16,6 +16,6 @@ class OffloadingOnCpu(TieringOffloadingSpec):  # type: ignore[misc]
     _rows = KVTiersOffloadingSpec._rows
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
-        worker = KVTiersOffloadingSpec.get_worker(self, kv_caches)
+        worker = KVTiersOffloadingSpec.worker_on_cpu(self, kv_caches)
         worker._region._creator = True  # vLLM's spec leaves the file to its worker
         return worker

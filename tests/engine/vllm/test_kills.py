@@ -17,6 +17,7 @@ from tests.disk.audit import audit, folder_of
 from tests.engine.vllm.apart import Node
 from tests.engine.vllm.tiny_vllm import documents, hosted
 from tests.engine.vllm.vllm_chains import cpu, disk, tiers
+from tests.support.clock import wait_for
 from tiers.disk.disk_store import DiskStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
@@ -65,3 +66,33 @@ def test_killed_engines_leave_no_memory_and_no_lock(
     with folder_of(store).index.edit(b"auditor of slots") as edit:
         assert not list(edit.reservations()), "room that nobody will fill"
     store.close()
+
+
+def named_memory() -> set[str]:
+    """Files of hosted engines' memory, and the locks beside them."""
+    return {path.name for path in Path("/dev/shm").glob("vllm_offload_kvtiers_*")}
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(300 * KILLS)
+def test_what_an_engine_killed_while_it_opens_leaves_goes_with_the_next(
+    vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Its host memory has a name then, for its other processes to map it."""
+    config = hosted(cpu("2MiB"), disk(tmp_path / "disk"))
+    others, left = named_memory(), set[str]()
+    for number in range(KILLS):
+        node = Node(vllm_jobs, tiny_llama, tmp_path / f"{number}", config, 40, 1024)
+        try:
+            wait_for(lambda: any(n.endswith(".mmap") for n in named_memory() - others), 240)
+        finally:
+            node.kill()
+        left |= named_memory() - others
+    assert len(left & named_memory()) == 2, "the last one's, and the lock that says so"
+    node = Node(vllm_jobs, tiny_llama, tmp_path / "next", config, 40, 1024)
+    try:
+        node.connect()
+        assert node.ask(documents(1, 600)[0], 8, {})["tokens"]
+    finally:
+        node.kill()
+    assert not left & named_memory()
