@@ -6,12 +6,14 @@ Counts what a trace asks for in a second, for a model of 8B on one GPU and one o
 holds it against what each part was measured to do in a result of `kvtiers bench all`. `--write`
 puts the tables into docs/scale.md. All of the trace goes through one engine that caches nothing
 itself, and every tier holds all that it ever stored: the most that any tier could be asked for.
+The last table is of a fleet over one shared tier: its engines bring as much as each can compute.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import NamedTuple
 from bench.models import kv_bytes_per_token
 from bench.report import Row, number, read_json
 from bench.tables import CHECKOUT, newest, put_in
+from tiers.remote.packs.pack import PACK_BYTES
+from tiers.remote.packs.search import FIRST_PROBES, PROBES
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 
@@ -35,6 +39,16 @@ STEPS = 50
 """Steps of an engine in a second, of 20 ms each: assumed, since no trace tells."""
 LOOKED_UP = 128 * 8
 """Names in a request of the suite `lookups` to Valkey: of blocks, in eight ranks."""
+ENGINES, ENGINE_TOKENS = 1000, 20_000
+"""The fleet, and the prompt tokens that each of its engines computes in a second: assumed."""
+DAY, MONTH = 86_400, 30 * 86_400
+PRICE_GB_MONTH, PRICE_PUT, PRICE_GET = 0.023, 0.005 / 1000, 0.0004 / 1000
+"""Dollars: S3 Standard's list prices in us-east-1, 2026."""
+FLEET_HEAD = (
+    "| model | stored | GB/s stored | GB/s loaded | TB in a day | Redis servers for the bytes | "
+    "for the names | object PUT/s | GET/s | object store, a month |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
 HEAD = (
     "| part | used at the trace's rate | measured | full at | limit |",
     "|---|---|---|---|---|",
@@ -54,21 +68,26 @@ class Traffic(NamedTuple):
     """Tokens of new blocks, and of answers."""
 
     @classmethod
-    def of(cls, trace: Iterable[TraceRequest], block_tokens: int) -> Traffic:
-        """Count them. Raises ValueError for a trace of no duration."""
-        seen: set[int] = set()
+    def of(cls, trace: Iterable[TraceRequest], block_tokens: int, threshold: int = 1) -> Traffic:
+        """Count them, where a block is stored from its request number `threshold` on; answers are,
+        if that is the first. Raises ValueError for a trace of no duration."""
+        asked_for: Counter[int] = Counter()
         count = asked = loaded = stored = 0
         first = last = 0.0
         for request in trace:
             first = request.timestamp if not count else first
             last = max(last, request.timestamp)
             known = 0
-            while known < len(request.blocks) and request.blocks[known] in seen:
+            blocks = request.blocks
+            while known < len(blocks) and asked_for[blocks[known]] >= threshold:
                 known += 1
             hit = min(known * block_tokens, request.input_length)
-            seen.update(request.blocks)
+            asked_for.update(dict.fromkeys(blocks, 1))
             count, asked, loaded = count + 1, asked + request.input_length, loaded + hit
-            stored += request.input_length - hit + request.output_length
+            if threshold == 1:
+                stored += request.input_length - hit + request.output_length
+            else:
+                stored += block_tokens * sum(asked_for[block] == threshold for block in blocks)
         if last <= first:
             raise ValueError("a trace of one moment has no rate")
         seconds = (last - first) / 1000
@@ -203,7 +222,47 @@ def tables(trace: Path, result: Path) -> str:
         each = sorted(measured, key=lambda part: part.times)
         said.append(f"### {title}\n\n{_sizes(traffic, model, ranks, rows)}")
         said.append("\n".join((*HEAD, *map(_line, each))))
+    twice = Traffic.of(open_trace(trace), opened.header.block_tokens, threshold=2)
+    said.append(
+        f"### {ENGINES:,} engines\n\nEach computes {ENGINE_TOKENS:,} prompt tokens a second, of "
+        "such prompts, over one shared tier that keeps a day."
+    )
+    rules = {"all": traffic, "from its 2nd request": twice}
+    said.append("\n".join((*FLEET_HEAD, *fleet(rules, rows))))
     return "\n\n".join(said)
+
+
+def fleet(traffics: Mapping[str, Traffic], rows: Sequence[Row]) -> Iterator[str]:
+    """Lines about `ENGINES` engines over one shared tier, for each rule of what is stored."""
+    found = {(row.suite, row.case): row for row in rows if row.ours is not None}
+    redis = _ours(found[_nearest(found, "remote", "store, redis, blocks of", 2048)])
+    names = (
+        found[_named(found, "lookups", "hits of valkey, 8 ranks, 128 blocks, asked")].limit or 0.0
+    ) * LOOKED_UP
+    for title, model, ranks in MODELS:
+        token = kv_bytes_per_token(model)
+        pack = max(1, PACK_BYTES // (token // ranks * BLOCK_TOKENS)) * BLOCK_TOKENS
+        for rule, traffic in traffics.items():
+            scale = ENGINES * ENGINE_TOKENS / traffic.asked
+            stored, loaded = (scale * tokens for tokens in (traffic.stored, traffic.loaded))
+            puts = ranks * stored / pack
+            # Indexes that a look-up reads, most of a prompt's search for its end, and each load's.
+            gets = ranks * (scale * traffic.requests * (FIRST_PROBES + PROBES) + loaded / pack)
+            held = stored * token * DAY
+            price = held / 1e9 * PRICE_GB_MONTH + MONTH * (puts * PRICE_PUT + gets * PRICE_GET)
+            cells = (
+                title,
+                rule,
+                f"{stored * token / 1e9:,.0f}",
+                f"{loaded * token / 1e9:,.0f}",
+                f"{held / 1e12:,.0f}",
+                f"{stored * token / 1e9 / redis:,.0f}",
+                f"{scale * traffic.asked / BLOCK_TOKENS * ranks / names:,.0f}",
+                f"{puts:,.0f}",
+                f"{gets:,.0f}",
+                f"${price / 1e6:,.2f} million",
+            )
+            yield "| " + " | ".join(cells) + " |"
 
 
 def _sizes(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> str:

@@ -20,6 +20,8 @@ def test_what_a_trace_asks_for_in_a_second() -> None:
     ]
     asked = Traffic.of(trace, 16)
     assert asked == (1.5, 65.0, 16.0, 59.0), "a block behind one that is new is no prefix"
+    twice = Traffic.of(trace, 16, threshold=2)
+    assert twice == (1.5, 65.0, 0.0, 16.0), "blocks 2 and 1 come again, and none a third time first"
     with pytest.raises(ValueError, match="no rate"):
         Traffic.of(trace[:1], 16)
 
