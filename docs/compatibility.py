@@ -62,6 +62,22 @@ was that of an engine without connectors.
 """
 """What `test_conversations_are_preempted_and_a_disk_is_damaged` notes."""
 
+BY_DEFAULT = """
+## What vLLM does by default on GPUs
+
+- **Asynchronous scheduling.** Real engines had it on CPUs, where tests put it in again: preemption,
+  aborts, late and failing loads, sleep, changes of weights and of the chain. One thing raises, by
+  vLLM's own limit: `reset_prefix_cache` with `reset_running_requests` ("Failed to reset KV cache
+  even when all the running requests are preempted", 0.32), since the blocks of a request whose step
+  is in flight stay in use where a connector may load. `--no-async-scheduling` is without it.
+- **CUDA graphs.** A graph is one launch on the engine's stream, as a forward is one operation in
+  the model of streams. Nothing of kvtiers comes within a forward, so full, piecewise and no graphs
+  are one order. vLLM captures graphs between the registration of its KV and the first step, when no
+  other thread may use the device: kvtiers does not, which a test shows.
+- **Model Runner V2.** The model of streams has its order of a step ([decision
+  42](decisions/0042-cuda-copies-cross-a-fixed-ring.md)).
+"""
+
 Record = Mapping[str, Mapping[str, Mapping[str, int | str]]]
 """By version, kind and cell (`cpu, TP 1`): tokens loaded, or `refused: why`. A kind that is
 refused whatever the tiers are has the cell `any`."""
@@ -94,6 +110,7 @@ def _page(found: Record) -> Iterator[str]:
     for version in reversed(VERSIONS):
         if told := found.get(version, {}).get("conversations"):
             yield _line([version, *_shares(told)])
+    yield BY_DEFAULT
     yield "\n## Refused\n\nThe error at start, and the versions whose tests have seen it.\n\n"
     yield _line(["what", "versions", "why"])
     yield _line(["---"] * 3)

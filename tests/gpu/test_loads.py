@@ -11,9 +11,11 @@ import torch
 from spec.chain import ChainSpec
 from tests.gpu.copies import Copies, Loads, expected
 from tests.gpu.cuda_model import Mark, Model
-from tests.gpu.streamed_engine import RUNNERS, STREAMS, StreamedEngine
+from tests.gpu.streamed_engine import RUNNERS, STREAMS, StreamedCopier, StreamedEngine
 from tests.support.replay_chains import SLOT
 from tiers.cpu.spec import CpuSpec
+from tiers.host import slot_memory
+from tiers.testing import GivenSpec, MemoryStore
 
 
 @pytest.fixture
@@ -91,3 +93,27 @@ def test_the_device_has_the_next_wave_when_one_has_ended(
     loads.end()
     assert (len(waits), len(drains)) == (32, 1)
     loads.close()
+
+
+def test_graphs_may_be_captured_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread does on the device meanwhile, pinning memory too, would end that."""
+    used: list[str] = []
+    monkeypatch.setattr(StreamedCopier, "pin", True)
+    monkeypatch.setattr(slot_memory, "register", lambda address, size: used.append("pinning"))
+    monkeypatch.setattr(slot_memory, "unregister", lambda address: None)
+    store = GivenSpec(type="given", name="store").over(MemoryStore())
+    tiers = CpuSpec(type="cpu", capacity=64 * SLOT), store
+    chain = ChainSpec(version=1, load_when="always", staging=24 * SLOT, tiers=tiers)
+    model = Model(STREAMS)
+    engine = StreamedEngine(chain, model, RUNNERS["V1 and V2"], monkeypatch, num_blocks=40)
+    assert set(used) == {"pinning"}
+    used.clear()
+    model.fails = lambda: used.append("an operation")
+    model.before_wait = lambda mark: used.append("a wait")
+    while engine.threads.run():
+        pass
+    assert used == []
+    engine.add(range(40), 1)
+    engine.run()
+    assert set(used) == {"an operation", "a wait"}
+    engine.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
+from tests.engine.vllm.tiny_vllm import QWEN_NEXT
 from tests.support.compatibility import Cells
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
 from tiers.connector import assembly as chains
@@ -249,6 +251,40 @@ def test_the_engine_is_held_where_its_runner_overwrites_before_it_asks() -> None
     assert overwrites_early(two, [plain, states])
     assert not overwrites_early(two, [plain, plain])
     assert not overwrites_early(one, [plain, states])
+
+
+@pytest.mark.vllm
+def test_a_chain_is_told_so_by_vllm_s_own_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+    )
+
+    from tiers.engine.vllm import engine_info
+    from tiers.engine.vllm_settings import engine_config
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_NEXT))
+    config = engine_config(tmp_path, ["--skip-tokenizer-init", "--enable-prefix-caching"], None)
+    tokens = config.cache_config.block_size
+    plain = FullAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    shapes, dtypes = ((2, 8),), (torch.float32,)
+    states = MambaSpec(block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+
+    def overwrites(is_v2: bool, *specs: Any) -> bool:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(is_v2)))
+        groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate(specs)]
+        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        info = engine_info(config, cache, KVConnectorRole.SCHEDULER, chain_of(cpu()))
+        return info.overwrites_early
+
+    assert overwrites(True, plain, states)
+    assert not overwrites(True, plain)
+    assert not overwrites(False, plain, states)
 
 
 ROPE = "how its rotary embeddings are made is a fact"
