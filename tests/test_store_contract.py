@@ -19,6 +19,7 @@ from tiers.block import address_of, digest
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.remote.object_spec import ObjectSpec
+from tiers.remote.shared_spec import SharedSpec
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
@@ -162,6 +163,43 @@ class TestEncryptedObject(Same, TestObject):
 class TestGuardedObject(NeverRaises, Same, TestObject):
     def open_store(self, payload_bytes: int) -> TierStore:
         return Guarded(super().open_store(payload_bytes), "object")
+
+
+class TestShared(KnowsChecksums):
+    shared = True
+    persistent = True
+    verifies = True
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "shared"
+        self.path.mkdir(0o700)
+
+    def make_spec(self) -> SharedSpec:
+        return SharedSpec(path=self.path)
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
+
+    def medium(self, store: TierStore) -> Medium:
+        return PackMedium(self.path, self.name)
+
+    def name(self, key: bytes) -> bytes:
+        return key
+
+
+class TestEncryptedShared(Same, TestShared):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
+        return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
+
+    def name(self, key: bytes) -> bytes:
+        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
+
+
+class TestGuardedShared(NeverRaises, Same, TestShared):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return Guarded(super().open_store(payload_bytes), "shared")
 
 
 class TestDisk(KnowsChecksums):

@@ -133,7 +133,7 @@ print(json.dumps([classes, plugins, spec.__file__, tiers.__file__]))
     done = run([installed / "python", "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
     classes, plugins, *files = json.loads(done.stdout)
-    ours = {"cpu": "CpuSpec", "disk": "DiskSpec", "object": "ObjectSpec", "redis": "RedisSpec"}
-    assert classes == ours
+    types = {"cpu": "Cpu", "disk": "Disk", "object": "Object", "redis": "Redis", "shared": "Shared"}
+    assert classes == {name: f"{spec}Spec" for name, spec in types.items()}
     assert plugins == ["tiers.engine.plugin:register"]
     assert all(Path(file).is_relative_to(installed.parent) for file in files)

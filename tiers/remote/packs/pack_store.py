@@ -268,7 +268,10 @@ class PackStore:
         except RecordError as error:
             logger.debug("pack %s: %s", name, error)
             self._damaged.count("index")
-            self._bucket.delete([name])
+            with suppress(
+                TierError, OSError
+            ):  # where nothing can be written it is a miss each time
+                self._bucket.delete([name])
             return None
         if index.payload_bytes != self._payload_bytes:
             return None

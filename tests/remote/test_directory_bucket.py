@@ -1,0 +1,437 @@
+"""A directory of packs: whole files that nobody replaces, and what its file system can do to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec.offloading import StoreContext
+from tests.disk.audit import run_mounted
+from tests.support.clock import wait_for
+from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.remote.directory_bucket import TEMPORARY, DirectoryBucket
+from tiers.remote.packs.pack import INDEX_BYTES, name_of
+from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.shared_spec import SharedSpec
+from tiers.store import TierStore
+from tiers.testing import Memory, make_key
+from tiers.wrappers.guard import Guarded
+
+PAYLOAD = 4096
+NAME = name_of(bytes(20))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    path = tmp_path / "shared"
+    path.mkdir(0o700)
+    return path
+
+
+@contextmanager
+def opened(place: Path, **more: Any) -> Iterator[PackStore]:
+    store = SharedSpec(path=place, **more).open(StoreContext(PAYLOAD))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def put(store: TierStore, *keys: bytes) -> list[bool]:
+    return store.put(Memory(keys, PAYLOAD).fill().blocks)
+
+
+def get(store: TierStore, *keys: bytes) -> list[bool]:
+    """Load; every hit must be what was stored."""
+    memory = Memory(keys, PAYLOAD)
+    hits = store.get(memory.blocks)
+    assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
+    return hits
+
+
+def files(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def _threads() -> int:
+    """Threads of this process, without those that wait to log."""
+    return sum(not isinstance(thread, threading.Timer) for thread in threading.enumerate())
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, call: str, *numbers: int) -> list[int]:
+    """Let the next calls of `os` fail with these; what is left to fail."""
+    left, real = list(numbers), getattr(os, call)
+
+    def failing(*args: Any, **more: Any) -> Any:
+        if left:
+            number = left.pop(0)
+            raise OSError(number, os.strerror(number))
+        return real(*args, **more)
+
+    monkeypatch.setattr(os, call, failing)
+    return left
+
+
+# ---- files
+
+
+def test_reads_of_any_range_fill_views_of_any_length(place: Path) -> None:
+    bucket, data = DirectoryBucket(place), bytes(range(256)) * 64
+    assert bucket.put(NAME, [data[:100], memoryview(data)[100:101], b"", data[101:]])
+    for start, lengths in ((0, [16384]), (5, [1, 0, 7, 4096]), (16000, [300, 300]), (20000, [8])):
+        views = [memoryview(bytearray(length)) for length in lengths]
+        expected = data[start : start + sum(lengths)]
+        assert bucket.read(NAME, start, views) == len(expected)
+        assert b"".join(views)[: len(expected)] == expected
+    assert bucket.read(name_of(make_key()), 0, [memoryview(bytearray(8))]) is None
+
+
+def test_a_call_that_moves_few_bytes_is_gone_on_with(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems may read and write less than they are asked for."""
+    bucket, data = DirectoryBucket(place), os.urandom(3000)
+    write, read = os.writev, os.preadv
+
+    def writev(handle: int, views: Sequence[memoryview]) -> int:
+        return write(handle, [views[0][:700]])
+
+    def preadv(handle: int, views: Sequence[memoryview], at: int) -> int:
+        return read(handle, [views[0][:700]], at)
+
+    monkeypatch.setattr(os, "writev", writev)
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert bucket.put(NAME, [data[:1000], data[1000:]])
+    into = bytearray(3000)
+    views = [memoryview(into)[:1500], memoryview(into)[1500:]]
+    assert bucket.read(NAME, 0, views) == 3000 and into == data
+
+
+def test_a_listing_has_packs_alone(place: Path) -> None:
+    bucket = DirectoryBucket(place)
+    keys = [make_key() for _ in range(5)]
+    for number, key in enumerate(keys):
+        bucket.put(name_of(key), [bytes(number)])
+    folder = place / os.path.dirname(name_of(keys[0]))
+    (folder / f"{TEMPORARY}0123").write_bytes(b"x")
+    (folder / "notes").write_bytes(b"x")
+    (place / "README").write_bytes(b"x")
+    found = {name: size for some in bucket.list("") for name, size, _ in some}
+    assert found == {name_of(key): number for number, key in enumerate(keys)}
+    prefix = name_of(keys[1]).partition("/")[0] + "/"
+    assert [each.name for some in bucket.list(prefix) for each in some] == [name_of(keys[1])]
+    bucket.delete([name_of(keys[1]), name_of(make_key())])
+    assert not list(bucket.list(prefix))
+
+
+def test_a_group_that_has_the_directory_has_its_packs(place: Path) -> None:
+    """Whatever the umask of the process that stores: engines of other users read and evict them."""
+    place.chmod(0o2770)
+    before = os.umask(0o077)
+    try:
+        DirectoryBucket(place).put(NAME, [b"x"])
+    finally:
+        os.umask(before)
+    pack = place / NAME
+    modes = [path.stat().st_mode & 0o7777 for path in (pack, pack.parent, pack.parent.parent)]
+    assert modes == [0o660, 0o2770, 0o2770]
+
+
+def test_a_directory_of_one_user_stays_closed_to_others(place: Path) -> None:
+    before = os.umask(0)
+    try:
+        DirectoryBucket(place).put(NAME, [b"x"])
+    finally:
+        os.umask(before)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in place.rglob("*"))
+
+
+# ---- writers
+
+
+@pytest.mark.fault
+def test_of_two_writers_of_one_pack_the_first_stays(place: Path) -> None:
+    buckets = [DirectoryBucket(place) for _ in range(4)]
+    for _ in range(20):
+        name, barrier = name_of(make_key()), threading.Barrier(4)
+
+        def write(number: int, name: str = name, barrier: threading.Barrier = barrier) -> bool:
+            barrier.wait()
+            return buckets[number].put(name, [bytes([number]) * 5000])
+
+        with ThreadPoolExecutor(4) as threads:
+            stored = list(threads.map(write, range(4)))
+        assert sorted(stored) == [False, False, False, True]
+        assert (place / name).read_bytes() == bytes([stored.index(True)]) * 5000
+        assert len(list((place / name).parent.iterdir())) == 1, "no temporary name is left"
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from tiers.remote import directory_bucket
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(os, sys.argv[3], die)
+directory_bucket.DirectoryBucket(Path(sys.argv[1])).put(sys.argv[2], [b"half" * 1000])
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("call", ["fsync", "link", "unlink"])
+def test_a_writer_that_dies_leaves_a_whole_pack_or_none(place: Path, call: str) -> None:
+    died = subprocess.run([sys.executable, "-c", DIES, str(place), NAME, call], check=False)
+    assert died.returncode == -9
+    bucket = DirectoryBucket(place)
+    assert (place / NAME).exists() == (call == "unlink")
+    if call == "unlink":
+        assert (place / NAME).read_bytes() == b"half" * 1000
+    assert bucket.put(NAME, [b"whole"]) == (call != "unlink")
+    assert sum(len(some) for some in bucket.list("")) == 1
+
+
+# ---- the file system
+
+
+@pytest.mark.fault
+def test_what_another_host_removed_is_opened_again_or_missing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = make_key()
+    with opened(place) as store:
+        assert put(store, key) == [True]
+        left = fail(monkeypatch, "preadv", errno.ESTALE)
+        assert get(store, key) == [True] and not left
+        left = fail(monkeypatch, "open", errno.ESTALE, errno.ENOENT)
+        assert store.has([key]) == [False] and not left
+        fail(monkeypatch, "open", *[errno.ESTALE] * 2)  # of the directory itself
+        with pytest.raises(TierUnavailable, match="shared: Stale"):
+            store.has([key])
+        fail(monkeypatch, "unlink", errno.ESTALE)
+        store.drop([key])
+
+
+@pytest.mark.fault
+def test_a_folder_that_another_host_removed_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(place) as store:
+        key = make_key()
+        put(store, key)
+        shutil.rmtree(place / name_of(key).partition("/")[0])
+        assert put(store, key) == [True] and get(store, key) == [True]
+    fail(monkeypatch, "open", errno.ESTALE)
+    assert DirectoryBucket(place).put(NAME, [b"x"])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_directory_that_fails_is_a_miss_and_serves_when_it_works(
+    place: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    key = make_key()
+    with opened(place) as store:
+        put(store, key)
+        guarded = Guarded(store, "shared", retry_after=1e-6)
+        fail(monkeypatch, call, errno.EIO)
+        assert get(guarded, key) == [False]
+        assert guarded.failures.by_kind() == {"TierUnavailable": 1}
+        wait_for(lambda: get(guarded, key) == [True])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "writev", "fsync", "close", "link"])
+def test_a_write_that_fails_stores_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """An NFS says at the sync or the close what it could not write."""
+    keys = make_key(), make_key()
+    with opened(place) as store:
+        put(store, keys[0])
+        fail(monkeypatch, call, number)
+        with pytest.raises(TierUnavailable):
+            DirectoryBucket(place).put(name_of(keys[1]), [b"x"])
+        assert len(files(place)) == 1
+        assert put(store, keys[1]) == [True] and get(store, *keys) == [True, True]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("call", ["open", "writev", "fsync", "close"])
+def test_a_quota_that_is_reached_is_no_failure(
+    place: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    bucket = DirectoryBucket(place)
+    for number in (errno.EDQUOT, errno.ENOSPC):
+        fail(monkeypatch, call, number)
+        with pytest.raises(TierFull):
+            bucket.put(NAME, [b"x"])
+    assert not files(place) and bucket.put(NAME, [b"x"])
+
+
+FULL = """
+import sys
+from pathlib import Path
+from tests.remote.test_directory_bucket import *
+
+place = Path(sys.argv[1])
+with opened(place) as store:
+    keys = []
+    while True:
+        key = make_key()
+        try:
+            assert put(store, key) == [True]
+        except TierFull:
+            break
+        keys.append(key)
+    assert 100 < len(keys) <= 256, len(keys)
+    assert len(files(place)) == len(keys)
+    assert get(store, *keys) == [True] * len(keys)
+    store.drop(keys[:50])
+    assert put(store, key) == [True] and get(store, key) == [True]
+"""
+
+
+@pytest.mark.fault
+def test_a_shared_directory_that_fills_and_empties(tmp_path: Path) -> None:
+    run_mounted(f'mount -t tmpfs -o size=2m,mode=700 none "{tmp_path}"', FULL, tmp_path)
+
+
+READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from tests.remote.test_directory_bucket import *
+
+place = Path(sys.argv[1])
+keys = [make_key() for _ in range(4)]
+with opened(place) as store:
+    assert put(store, *keys) == [True] * 4
+    for key, at in ((keys[2], 0), (keys[3], INDEX_BYTES)):  # an index, and a record
+        data = bytearray((place / name_of(key)).read_bytes())
+        data[at] ^= 1
+        (place / name_of(key)).write_bytes(data)
+    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    for some in (store, SharedSpec(path=place).open(StoreContext(PAYLOAD))):
+        assert some.has(keys) == [True, True, False, True]
+        assert get(some, *keys) == [True, True, True, False]
+        try:
+            put(some, make_key())
+        except TierUnavailable as error:
+            assert "Read-only" in str(error), error
+        else:
+            raise SystemExit("stored")
+    subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+    assert get(store, keys[3]) == [False] and len(files(place)) == 3
+    assert put(store, *keys) == [True] * 4 and get(store, *keys) == [True] * 4
+"""
+
+
+@pytest.mark.fault
+def test_a_shared_directory_that_turns_read_only(tmp_path: Path) -> None:
+    run_mounted(f'mount -t tmpfs -o size=2m,mode=700 none "{tmp_path}"', READ_ONLY, tmp_path)
+
+
+@pytest.mark.fault
+def test_a_shared_directory_that_hangs_keeps_its_threads_and_no_more(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, let_go, asked = make_key(), threading.Event(), threading.Event()
+    real = os.preadv
+
+    def hang(*args: Any) -> int:
+        asked.set()
+        let_go.wait()
+        return real(*args)
+
+    with opened(place, threads=2) as store:
+        put(store, key)
+        now = [0.0]
+        guarded = Guarded(store, "shared", deadline=5, clock=lambda: now[0])
+        monkeypatch.setattr(os, "preadv", hang)
+        hung = threading.Thread(target=get, args=(guarded, key))
+        hung.start()
+        asked.wait()
+        before = _threads()
+        for _ in range(20):  # each would hang this test if it were asked
+            now[0] += 1000
+            assert guarded.has([key]) == get(guarded, key) == [False]
+        assert _threads() == before
+        let_go.set()
+        hung.join()
+        now[0] += 1000
+        assert get(guarded, key) == [True]
+
+
+# ---- the directory itself
+
+
+@pytest.mark.fault
+def test_a_directory_that_is_not_mounted_is_not_made(tmp_path: Path) -> None:
+    place = tmp_path / "mount" / "kv"
+    with pytest.raises(TierNotOpen, match="is not there; mount"), opened(place):
+        pass
+    assert not place.parent.exists()
+    place.mkdir(0o700, parents=True)
+    with opened(place) as store:
+        key = make_key()
+        assert put(store, key) == [True]
+        place.parent.rename(tmp_path / "away")
+        assert get(store, key) == [False]
+        with pytest.raises(TierNotOpen):
+            put(store, key)
+        assert not place.parent.exists()
+        (tmp_path / "away").rename(place.parent)
+        assert get(store, key) == [True]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda path: path.chmod(0o777), "mode 0777, so others can write to it; chmod it to 0770"),
+        (lambda path: (path.rmdir(), path.write_bytes(b"")), "is a file; name a directory"),
+    ],
+)
+def test_a_directory_that_is_not_the_tiers_own_is_refused(
+    place: Path, spoil: Callable[[Path], Any], says: str
+) -> None:
+    spoil(place)
+    with pytest.raises(TierUnusable, match=says), opened(place):
+        pass
+
+
+@pytest.mark.fault
+def test_a_file_system_without_links_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(place) as store:
+        fail(monkeypatch, "link", errno.EPERM)
+        with pytest.raises(TierError, match="makes no hard links"):
+            put(store, make_key())
+        assert not files(place)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("at", [0, INDEX_BYTES, INDEX_BYTES + 1000])
+def test_a_damaged_pack_is_a_miss_and_goes(place: Path, at: int) -> None:
+    key = make_key()
+    with opened(place) as store:
+        put(store, key)
+        pack = place / name_of(key)
+        data = bytearray(pack.read_bytes())
+        data[at] ^= 1
+        pack.write_bytes(data)
+        assert store.has([key]) == [at > 0]
+        assert get(store, key) == [False] and not files(place)
+        assert put(store, key) == [True] and get(store, key) == [True]

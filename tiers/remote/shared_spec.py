@@ -1,0 +1,53 @@
+"""The shared tier's settings: packs of blocks in a directory that hosts share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from spec.fields import FolderPath
+from spec.offloading import StoreContext, StoreSpec
+
+if TYPE_CHECKING:
+    from tiers.remote.packs.pack_store import PackStore
+
+
+class SharedSpec(StoreSpec):
+    """A directory that several hosts share: NFS, Lustre, CephFS, or a volume of Kubernetes."""
+
+    identity: ClassVar[tuple[str, ...]] = ("path",)
+    verifies: ClassVar[bool] = True
+
+    type: Literal["shared"] = "shared"
+    path: FolderPath = Field(
+        examples=["/mnt/kv/llama"],
+        description="The tier's own directory, below the mount. It must be there: make it once, so "
+        "that what is not mounted is not taken for empty.",
+    )
+    threads: int = Field(
+        default=16,
+        ge=1,
+        le=256,
+        description="Files read or written at once, by each process of the engine.",
+    )
+
+    @property
+    def host_local(self) -> bool:
+        return False
+
+    def scratch(self, folder: Path) -> SharedSpec:
+        """The same in a folder of this host: how fast the directory is, it does not show."""
+        return self.model_copy(update={"path": folder})
+
+    def open(self, site: StoreContext) -> PackStore:
+        """Open the store. Raises TierNotOpen where the directory is missing, TierUnusable where it
+        can't be used as it is."""
+        from tiers.remote.directory_bucket import DirectoryBucket
+        from tiers.remote.packs.pack_store import PackStore
+
+        bucket = DirectoryBucket(self.path)
+        return PackStore(
+            bucket, site.payload_bytes, timeout=self.deadline, connections=self.threads
+        )
