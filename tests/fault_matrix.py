@@ -20,8 +20,8 @@ HEAD = """\
 # Faults
 
 When something below the engine breaks, answers stay those of an engine without a cache: blocks that
-can't be loaded are computed. This page says what else to expect, by what you see. Each line has a
-test that breaks the thing (`make test`, `make faults`; names in `tests/faults.toml`).
+can't be loaded are computed. This page says what else to expect, by what you see;
+`tests/faults.toml` names the tests that break each thing.
 
 Not covered:
 
