@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from spec.fields import format_size
 from spec.offloading import StoreSpec
 from tiers.contract.engine_info import ALONE
 from tiers.errors import KVTiersError
-from tiers.records import NamespaceNote
+from tiers.records import NamespaceNote, StoredRecords, read_note
 from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class NamespaceNotes:
         self._spec = spec
         self._note = note
         self._kept: set[bytes] = set()
+        self._has_warned = False
 
     def lacks(self, namespace: bytes) -> bool:
         """Whether no note of a namespace was kept, or tried to be, by this object."""
@@ -64,6 +66,7 @@ class NamespaceNotes:
                 return
             try:
                 records.note(namespace, note.encode())
+                self._warn_of_other_sizes(records)
             finally:
                 records.close()
         except (KVTiersError, OSError) as error:
@@ -72,4 +75,26 @@ class NamespaceNotes:
                 "of their namespace (%s)",
                 log_name(self._spec),
                 error,
+            )
+
+    def _warn_of_other_sizes(self, records: StoredRecords) -> None:
+        """Say that engines of this model with more or fewer ranks find nothing of each other's."""
+        mine = self._note
+        # A server would have to list all of its keys.
+        if mine.rank or self._has_warned or not self._spec.is_prompt:
+            return
+        notes = filter(None, map(read_note, records.notes().values()))
+        same = (note for note in notes if note.model == mine.model and note.lasts)
+        if sizes := sorted({note.ranks for note in same} - {mine.ranks}):
+            self._has_warned = True
+            logger.warning(
+                "tier %r has KV of %s from engines of %s rank(s), and this one has %d: neither "
+                "finds what the other stores, so each computes and stores a prompt itself, here "
+                "%s a token and rank. Give all engines one tensor parallel size. (Records that "
+                "they share are not built: single KV heads take 1.4 to 2.5 times as long to copy)",
+                log_name(self._spec),
+                mine.model,
+                " and ".join(map(str, sizes)),
+                mine.ranks,
+                format_size(mine.payload_bytes // mine.block_tokens),
             )
