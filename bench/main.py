@@ -33,6 +33,7 @@ SUITES = (
     "inside",
     "e2e",
     "remote",
+    "objects",
     "lookups",
     "data",
 )

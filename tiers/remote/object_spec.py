@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,10 +12,12 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from spec.fields import Duration
+from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import SecretField
 
 if TYPE_CHECKING:
+    from tiers.remote.packs.bucket import Bucket
     from tiers.remote.packs.pack_store import PackStore
 
 WHAT_WORKS = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
@@ -97,9 +99,28 @@ class ObjectSpec(StoreSpec):
         none: dict[str, Any] = {"endpoint": None, "region": None, "options": {}, "secrets": {}}
         return self.model_copy(update={"url": f"file://{folder}", **none})
 
+    def examine(self) -> Iterator[DoctorFinding]:
+        from tiers.remote.object_examine import examine
+        from tiers.remote.packs.pack import PACK_BYTES
+
+        bucket = self._bucket(PACK_BYTES)
+        store = self._over(bucket, PACK_BYTES)
+        try:
+            yield from examine(store, bucket)
+        finally:
+            store.close()
+
     def open(self, site: StoreContext) -> PackStore:
         """Open the store, without connecting. Raises TierUnusable where obstore is missing or
         refuses a setting, or a credential can't be read."""
+        return self._over(self._bucket(site.payload_bytes), site.payload_bytes)
+
+    def _over(self, bucket: Bucket, payload_bytes: int) -> PackStore:
+        from tiers.remote.packs.pack_store import PackStore
+
+        return PackStore(bucket, payload_bytes, timeout=self.timeout, connections=self.connections)
+
+    def _bucket(self, payload_bytes: int) -> Bucket:
         from tiers.errors import TierUnusable
 
         try:
@@ -108,16 +129,14 @@ class ObjectSpec(StoreSpec):
         except ModuleNotFoundError as error:
             raise TierUnusable(f"it needs {error.name}: install kvtiers[object]") from error
         from tiers.remote.packs.pack import PACK_BYTES
-        from tiers.remote.packs.pack_store import SLOWEST, PackStore
+        from tiers.remote.packs.pack_store import SLOWEST
 
         parts = urlsplit(self.url)
         config = dict(self.options)
         config |= {"endpoint": self.endpoint} if self.endpoint else {}
         config |= {"region": self.region} if self.region else {}
-        transfer = self.timeout + max(site.payload_bytes, PACK_BYTES) / SLOWEST
+        transfer = self.timeout + max(payload_bytes, PACK_BYTES) / SLOWEST
         settings = ClientSettings(self.url, config, self.secrets, self.timeout, transfer)
         prefix = "" if parts.scheme == "file" else parts.path
-        bucket = ObstoreBucket(partial(open_client, settings), self.url, prefix)
-        return PackStore(
-            bucket, site.payload_bytes, timeout=self.timeout, connections=self.connections
-        )
+        make = partial(open_client, settings)
+        return ObstoreBucket(make, self.url, prefix, self.timeout)

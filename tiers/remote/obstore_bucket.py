@@ -3,78 +3,126 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    GenericError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 
 from tiers.block import Buffer
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.remote.packs.bucket import Listed
 
+T = TypeVar("T")
+
 LOADED_IN = os.getpid()
 """The process that loaded obstore, whose threads a forked child has not: it would hang."""
 
+RETRIES = 2
+"""A request that was refused for the moment, or lost its connection, is sent so often again."""
+FIRST_PAUSE = 0.05
+"""Seconds before the first of them, about; twice as many before the next."""
+RENEW_SECONDS = 1.0
+"""Seconds between two looks for other credentials, at least."""
 _LISTED_AT_ONCE = 1000
-_AUTHENTICATION = re.compile(r"\b(ExpiredToken|InvalidAccessKeyId|40[13])\b|expired", re.IGNORECASE)
+_STATUS = re.compile(r"status(?: code)?:? (\d{3}[ A-Za-z]*)")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+
+
+class RetryBudget:
+    """How many requests may be sent again: one for each ten that are answered, and a few at first.
+    So a server that refuses all is not asked three times as much. Thread-safe."""
+
+    MOST = 16.0
+    A_REQUEST = 0.1
+
+    def __init__(self) -> None:
+        self._left = self.MOST
+        # Without it two threads could spend the same one.
+        self._lock = threading.Lock()
+
+    def earn(self) -> None:
+        with self._lock:
+            self._left = min(self.MOST, self._left + self.A_REQUEST)
+
+    def spend(self) -> bool:
+        """Whether one more may be sent."""
+        with self._lock:
+            if self._left < 1:
+                return False
+            self._left -= 1
+            return True
 
 
 class ObstoreBucket:
-    """A `Bucket` over a store of obstore's, which retries what may be tried again."""
+    """A `Bucket` over a store of obstore's."""
 
-    def __init__(self, make: Callable[[], Any], place: str, prefix: str) -> None:
+    def __init__(self, make: Callable[[], Any], place: str, prefix: str, timeout: float) -> None:
         """`make` opens obstore's store, again where its credentials may have changed. `place`: its
-        name for people. Raises TierUnusable."""
+        name for people. `timeout`: seconds after which nothing is sent again. Raises TierUnusable.
+        """
         if os.getpid() != LOADED_IN:
             raise TierUnusable(
                 "this process was forked from one that uses object stores; start it by spawn"
             )
-        self._make, self._place = make, place
+        self._make, self._place, self._timeout = make, place, timeout
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        self._budget = RetryBudget()
+        self._renewing = threading.Lock()
+        self._renew_at = 0.0
         self._store = make()
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
-        with self._translated():
-            try:
-                obstore.put(self._store, self._prefix + name, list(parts), mode="create")
-            except AlreadyExistsError:
-                return False
+        """Where the answer to one that was kept is lost, the next try says that it is taken."""
+        whole, path = list(parts), self._prefix + name
+        try:
+            self._call(lambda store: obstore.put(store, path, whole, mode="create"))
+        except AlreadyExistsError:
+            return False
+        except FileNotFoundError:
+            raise TierUnavailable(f"{self._place}: the bucket is not there") from None
         return True
 
     def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
-        size = sum(map(len, into))
-        path = self._prefix + name
-        with self._translated():
+        size, path = sum(map(len, into)), self._prefix + name
+
+        def get(store: Any) -> Any:
             try:
-                data = obstore.get_range(self._store, path, start=start, length=size)
-            except FileNotFoundError:
-                return None
-            except GenericError:
-                if not start or self._size(path) > start:
+                return obstore.get_range(store, path, start=start, length=size)
+            except GenericError as error:
+                status = _STATUS.search(str(error))
+                may_be_short = start and (status is None or status.group(1).startswith("416"))
+                if not may_be_short or obstore.head(store, path)["size"] > start:
                     raise
-                return 0  # a range behind its end
+                return b""  # a range behind its end
+
+        try:
+            data = self._call(get)
+        except FileNotFoundError:
+            return None
         return _fill(memoryview(data), into)
 
-    def _size(self, path: str) -> int:
-        try:
-            return int(obstore.head(self._store, path)["size"])
-        except FileNotFoundError:
-            return 0
-
     def delete(self, names: Sequence[str]) -> None:
-        with self._translated():
-            for name in names:
-                with suppress(FileNotFoundError):
-                    obstore.delete(self._store, self._prefix + name)
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._call(partial(obstore.delete, paths=self._prefix + name))
 
     def list(self, prefix: str) -> Iterator[Sequence[Listed]]:
+        whole = self._prefix + prefix
         with self._translated():
-            found = obstore.list(
-                self._store, self._prefix + prefix or None, chunk_size=_LISTED_AT_ONCE
-            )
+            found = obstore.list(self._store, whole or None, chunk_size=_LISTED_AT_ONCE)
             for some in found:
                 yield [
                     Listed(
@@ -91,18 +139,60 @@ class ObstoreBucket:
     def close(self) -> None:
         """obstore's store goes with its last user."""
 
+    def _call(self, call: Callable[[Any], T]) -> T:
+        """Call it with the store; again where that may help. Raises FileNotFoundError and
+        AlreadyExistsError as obstore does, else TierUnavailable."""
+        with self._translated():
+            began, tries = time.monotonic(), 0
+            while True:
+                store = self._store
+                try:
+                    result = call(store)
+                except (PermissionDeniedError, UnauthenticatedError):
+                    if tries or not self._renewed(store):
+                        raise
+                except GenericError:
+                    is_late = time.monotonic() > began + self._timeout
+                    if tries >= RETRIES or is_late or not self._budget.spend():
+                        raise
+                    time.sleep(FIRST_PAUSE * 2**tries * random.uniform(0.5, 1.5))
+                else:
+                    self._budget.earn()
+                    return result
+                tries += 1
+
+    def _renewed(self, store: Any) -> bool:
+        """Make the store anew: files of secrets may hold others. Whether there is another now."""
+        with self._renewing:
+            if self._store is not store:
+                return True
+            if time.monotonic() < self._renew_at:
+                return False
+            self._renew_at = time.monotonic() + RENEW_SECONDS
+            try:
+                self._store = self._make()
+            except TierUnusable:  # a file is being replaced
+                return False
+            return True
+
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except (FileNotFoundError, AlreadyExistsError):
+            raise
         except (BaseError, OSError, ValueError) as error:
             raise TierUnavailable(f"{self._place}: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's text, which may name a path, and no credential."""
-    text = str(error).partition("\n")[0].strip()
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    """What an error says, in a few words: the server's status and code, where it answered."""
+    text = str(error)
+    kind, status, code = type(error).__name__, _STATUS.search(text), _CODE.search(text)
+    if status or code:
+        said = [found.group(1).strip() for found in (status, code) if found]
+        return f"{kind}: {', '.join(said)}"
+    return f"{kind}: {text.partition(chr(10))[0][:200]}" if text else kind
 
 
 def _fill(data: memoryview, into: Sequence[memoryview]) -> int:

@@ -13,16 +13,12 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 from spec.secret import Secret
 from tiers.errors import TierUnusable
 
-RETRIES = 2
-"""A request that was refused for the moment, or lost its connection, is sent so often again."""
-FIRST_PAUSE = timedelta(milliseconds=50)
-
 _STORES: Mapping[str, Callable[..., Any]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
 class ClientSettings(NamedTuple):
-    """What a client is made of. `config`: by obstore's names. `timeout`: of a request with its
-    retries, `transfer`: of one that moves a pack; in seconds."""
+    """What a client is made of. `config`: by obstore's names. `timeout`: for connecting, and
+    `transfer`: for a request that moves a pack; in seconds."""
 
     url: str
     config: Mapping[str, str]
@@ -47,15 +43,7 @@ def open_client(settings: ClientSettings) -> Any:
                 "connect_timeout": seconds,
                 "allow_http": settings.config.get("endpoint", "").startswith("http://"),
             },
-            retry_config={
-                "max_retries": RETRIES,
-                "retry_timeout": seconds,
-                "backoff": {
-                    "init_backoff": FIRST_PAUSE,
-                    "max_backoff": timedelta(seconds=1),
-                    "base": 2,
-                },
-            },
+            retry_config={"max_retries": 0},  # whoever calls it has a budget
         )
     except (BaseError, ValueError, OSError) as error:
         # Not chained, and without a text that may quote a secret.

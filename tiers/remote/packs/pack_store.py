@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence, Set
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from tiers.block import HEADER_BYTES, Buffer, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import io_executor, settle
 from tiers.errors import RecordError, TierError, TierUnavailable
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
@@ -350,7 +351,10 @@ class PackStore:
                 raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
             return call(one)
 
-        futures = [self._threads.submit(in_time, one) for one in some]
+        futures = [self._threads.submit(in_time, one) for one in some[1:]]
+        if some:  # one on this thread, which would only wait
+            futures.insert(0, Future())
+            settle(futures[0], partial(in_time, some[0]))
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         odd = [error for error in errors if not isinstance(error, TierError | OSError)]

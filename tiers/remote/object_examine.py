@@ -1,0 +1,105 @@
+"""The object tier's findings before an engine starts: what it is allowed to do there, and how fast.
+
+What is stored to try it has keys that no engine has, and is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from spec.findings import DoctorFinding
+from tiers.errors import TierError, TierUnavailable
+from tiers.remote.packs.bucket import Bucket
+from tiers.remote.packs.pack import PACK_BYTES, name_of
+from tiers.remote.packs.pack_store import SLOWEST, PackStore
+from tiers.store import Block
+
+LOOKUPS = 10
+PACKS = 4
+SLOW_LOOKUP = 0.1
+_REMEDIES = {
+    "Skew": "set this host's clock, by NTP",
+    "403": "correct secrets, and let them get, put, delete and list objects there",
+    "401": "correct secrets",
+    "NoSuchBucket": "make the bucket, or correct url",
+    "not there": "make the bucket, or correct url",
+    "501": "use a server that has conditional puts (If-None-Match)",
+}
+
+
+def examine(store: PackStore, bucket: Bucket) -> Iterator[DoctorFinding]:
+    """Findings about a store that was opened for blocks of `PACK_BYTES`, and its bucket."""
+    keys = [os.urandom(48) for _ in range(PACKS)]
+    try:
+        yield from _look_up(store)
+        yield from _claim(bucket, name_of(keys[0]))
+        yield from _move(store, keys)
+    except (TierUnavailable, OSError) as error:
+        change = next((what for word, what in _REMEDIES.items() if word in str(error)), "")
+        yield DoctorFinding(
+            "error",
+            str(error),
+            change or "see whether endpoint and url are right, and the server answers",
+            "nothing in the engine: until then blocks there are misses",
+        )
+    finally:
+        with suppress(TierError, OSError):
+            store.drop(keys)
+
+
+def _look_up(store: PackStore) -> Iterator[DoctorFinding]:
+    times = sorted(_timed(store.reach) for _ in range(LOOKUPS))
+    middle = times[len(times) // 2]
+    found = f"a question takes {middle * 1e3:.2g} ms, {times[-1] * 1e3:.2g} ms at worst"
+    if middle < SLOW_LOOKUP:
+        yield DoctorFinding("fine", found)
+        return
+    yield DoctorFinding(
+        "warning",
+        f"{found}: a look-up takes some of them",
+        "use a bucket in this region",
+        "requests wait longer before they are loaded or computed",
+    )
+
+
+def _claim(bucket: Bucket, name: str) -> Iterator[DoctorFinding]:
+    bucket.put(name, [b"first"])
+    if not bucket.put(name, [b"second"]):
+        yield DoctorFinding("fine", "it takes a name once (conditional puts)")
+    else:
+        yield DoctorFinding(
+            "error",
+            "it lets the second of two engines replace what the first has put",
+            "use a server that has conditional puts (If-None-Match)",
+            "blocks of prompts that part are lost again and again",
+        )
+    bucket.delete([name])
+
+
+def _move(store: PackStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:
+    payload, memory = os.urandom(PACK_BYTES), memoryview(bytearray(PACKS * PACK_BYTES))
+    given = [Block(key, memoryview(payload)) for key in keys]
+    asked = [
+        Block(key, memory[at * PACK_BYTES : (at + 1) * PACK_BYTES]) for at, key in enumerate(keys)
+    ]
+    writes, reads = _timed(lambda: store.put(given)), _timed(lambda: store.get(asked))
+    if any(block.payload != payload for block in asked):
+        yield DoctorFinding("error", "what was stored was not there at once", "see its log")
+        return
+    written, read = len(memory) / writes, len(memory) / reads
+    rates = f"it stores {written / 1e9:.2g} GB/s and loads {read / 1e9:.2g} GB/s, {PACKS} at once"
+    if min(written, read) >= SLOWEST:
+        yield DoctorFinding("fine", rates)
+        return
+    yield DoctorFinding(
+        "warning", f"{rates}: requests would time out", "a faster link", "what it costs"
+    )
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return max(1e-9, time.perf_counter() - began)
