@@ -16,6 +16,7 @@ from tests.test_readme import blocks
 from tiers import block
 from tiers.connector.policy import request_params
 from tiers.disk.index import index
+from tiers.remote.packs import pack
 from tiers.traces import recorded
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +145,7 @@ def test_decisions_are_few() -> None:
     assert len(DECISIONS) <= 26
 
 
-WORDS = {"benchmarks.md": 1500, "faults.md": 1650, "route.md": 1600, "operations.md": 2000}
+WORDS = {"benchmarks.md": 1500, "faults.md": 1850, "route.md": 1600, "operations.md": 2000}
 
 
 @pytest.mark.parametrize(("page", "words"), WORDS.items(), ids=WORDS)
@@ -157,6 +158,7 @@ def test_the_upgrade_page_has_the_formats_of_this_version() -> None:
     formats = {
         "chain YAML": f"`version: {chain.FORMAT_VERSION}`",
         "records, on all tiers": str(block.FORMAT_VERSION),
+        "packs of the object tier": str(pack.PACK_VERSION),
         "index of the disk tier": str(index.INDEX_FORMAT),
         "recordings": f"`{recorded.FORMAT}` {recorded.VERSION}",
         "hints": f'`"{request_params.VERSION}"`',

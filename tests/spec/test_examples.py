@@ -32,8 +32,8 @@ def example(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return copy
 
 
-def test_there_is_one_for_each_of_six_situations() -> None:
-    assert len(EXAMPLES) == 6
+def test_there_is_one_for_each_of_seven_situations() -> None:
+    assert len(EXAMPLES) == 7
 
 
 def test_an_example_says_why_in_three_lines_and_validates(
@@ -54,6 +54,10 @@ def scaled(example: Path, servers: ExitStack, ranks: int) -> dict[str, Any]:
             nodes = servers.enter_context(cluster())
             ports = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
             tier |= {"url": f"redis+cluster://{ports}", "timeout": "30s"}
+            continue
+        if tier["type"] == "object":
+            pytest.importorskip("obstore")
+            tier |= {"url": f"file://{example.parent}/bucket", "region": None}
             continue
         blocks = 20 if tier["type"] == "cpu" else 256
         tier["capacity"] = blocks * SLOT * ranks

@@ -1,1 +1,1 @@
-"""The remote tier: blocks in a Redis or Valkey server that replicas share."""
+"""Tiers that replicas share: blocks in a Redis or Valkey server, or packed in a bucket."""

@@ -29,6 +29,7 @@ def test_an_index_says_which_blocks_a_pack_has() -> None:
     assert index.matches(keys[1:]) == 0
 
 
+@pytest.mark.fault
 def test_an_index_with_any_other_byte_is_none() -> None:
     whole = pack_index([make_key() for _ in range(3)], 4096)
     for at in range(INDEX_BYTES):

@@ -66,6 +66,7 @@ def test_a_long_prompt_takes_few_round_trips(held: int) -> None:
         assert trips == 1 and asked <= search.FIRST_PROBES + 1
 
 
+@pytest.mark.fault
 def test_what_is_gone_before_is_no_prefix() -> None:
     """The head goes first by age; a search sees that before it sees the rest."""
     keys = [make_key() for _ in range(4096)]
