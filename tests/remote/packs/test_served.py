@@ -50,7 +50,8 @@ def test_one_engine_loads_what_another_stored_in_packs(
     drive(other, 3, world_size=ranks)
     other.settle()
     assert measured(other, "loaded_tokens", "object") > 0
-    assert measured(other, "stored_blocks", "object") < stored / 10, "they are there already"
+    # The first had no room for some of them.
+    assert measured(other, "stored_blocks", "object") < stored / 2, "they are there already"
     close(other)
 
 
