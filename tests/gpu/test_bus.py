@@ -13,7 +13,7 @@ import torch
 from tests.gpu.copies import Copies
 from tests.gpu.cuda_model import Model
 from tests.gpu.streamed_engine import STREAMS
-from tests.gpu.stub_driver import Driver
+from tests.gpu.stub_driver import Driver, Operation
 from tests.support.replay_chains import SLOT
 from tiers.gpu.bus import Run, open_batch, runs
 from tiers.host import slot_memory
@@ -122,10 +122,33 @@ def test_one_that_copies_wrong_is_not(
 
 
 def test_one_that_refuses_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    driver = Driver()
+    """The memory that it was tried with goes, and half of the copies are queued."""
+    queued: list[Operation] = []
+    ended: list[int] = []
+    driver = Driver(lambda stream, operation: queued.append(operation))
     driver.code = 1
-    assert not opened(driver, caplog)
+    stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: ended.append(len(queued)))
+    assert open_batch(torch.device("cpu"), stream, lambda name: driver) is None
     assert "error 1" in caplog.text
+    assert ended == [len(queued)] and queued
+
+
+def test_one_that_can_not_be_tried_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    monkeypatch.setattr(torch, "zeros_like", full)
+    assert not opened(Driver(), caplog)
+    assert "none is left" in caplog.text
+
+
+def test_the_engine_s_random_numbers_stay_what_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that it samples tokens by."""
+    before = torch.get_rng_state()
+    assert opened(Driver(), caplog)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_one_without_the_function_whose_arguments_are_known_is_not(

@@ -109,7 +109,9 @@ def test_units_are_as_large_as_all_pages_allow() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_a_kernel_that_copies_right_is_used() -> None:
     pages = block_pages({"layer": filled(odd_pages)}, BLOCKS)
+    before = torch.get_rng_state()
     assert isinstance(open_copies(pages), kernel.KernelCopies)
+    assert torch.equal(torch.get_rng_state(), before), "the engine samples tokens by these"
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -94,7 +94,11 @@ def agrees(pages: Sequence[torch.Tensor], unit: int) -> bool:
     lengths, on their device. Raises what Triton does where it can't compile or run."""
     make: Callable[[Sequence[torch.Tensor]], Copies]
     device, widths = pages[0].device, [page.shape[1] for page in pages[:2]]
-    filled = [torch.randint(0, 256, (4, w), dtype=torch.uint8, device=device) for w in widths]
+    own = torch.Generator(device).manual_seed(0)  # the engine's draws what requests are answered
+    filled = [
+        torch.randint(0, 256, (4, width), dtype=torch.uint8, device=device, generator=own)
+        for width in widths
+    ]
     stride = -(-sum(widths) // 4096) * 4096
     moved: list[list[torch.Tensor]] = []
     for make in (lambda pages: KernelCopies(pages, unit), PageCopies):
