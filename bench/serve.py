@@ -3,9 +3,10 @@
 Reads arguments of `vllm.LLM` as one line of JSON, then one command a line: a list of prompts (token
 ids) to answer at once, how many tokens each, whether to empty the prefix cache before, which tiers
 may serve them, whether they are stored, and the connector, of an engine that has several
-(`bench.swapped`). Answers each with a line: seconds it took, seconds to
+(`bench.swapped`), and transfer parameters. Answers each with a line: seconds it took, seconds to
 the first token, the mean of the prompts, tokens that were not computed but cached, by the engine or
-below it, and the seconds of each step but the first.
+below it, the seconds of each step but the first, and of the last that ended, its tokens and the
+transfer parameters that come with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class Answered(NamedTuple):
     first_token_seconds: float
     cached_tokens: int
     step_seconds: list[float]
+    tokens: list[int]
+    transfer: dict[str, Any] | None
 
 
 def _binding() -> str:
@@ -79,10 +82,11 @@ class Engine:
         tiers: Sequence[str] | None = None,
         store: bool = True,
         connector: str = "",
+        transfer: Mapping[str, Any] | None = None,
     ) -> Answered:
         """Answer prompts at once. `forget`: empty the engine's own prefix cache first. `tiers`:
         those that may serve them; None: all. `store`: in the tiers. `connector`: of an engine
-        with `SWAPPED`, which.
+        with `SWAPPED`, which. `transfer`: parameters for the connectors.
 
         Raises RuntimeError when the engine has ended.
         """
@@ -94,6 +98,7 @@ class Engine:
                 "forget": forget,
                 "limits": limits,
                 "connector": connector,
+                "transfer": dict(transfer or {}),
             }
         )
         assert self._process.stdout is not None
@@ -143,7 +148,7 @@ def main() -> None:
                 ignore_eos=True,
                 detokenize=False,
                 extra_args={
-                    "kv_transfer_params": {"kvtiers": job["limits"]},
+                    "kv_transfer_params": {"kvtiers": job["limits"], **job["transfer"]},
                     "connector": job["connector"],
                 },
             )
@@ -156,7 +161,8 @@ def main() -> None:
             first = [output.metrics.first_token_latency for output in outputs]
             cached = sum(output.num_cached_tokens or 0 for output in outputs)
             steps = [after - before for before, after in pairwise(ends)]
-            line = ends[-1] - began, sum(first) / len(first), cached, steps
+            last = list(outputs[-1].outputs[0].token_ids), outputs[-1].kv_transfer_params
+            line = ends[-1] - began, sum(first) / len(first), cached, steps, *last
             answers.write(json.dumps(line) + "\n")
             answers.flush()
         llm.llm_engine.engine_core.shutdown()

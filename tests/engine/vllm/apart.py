@@ -69,6 +69,7 @@ class Node:
             "kv_transfer_config": dict(transfer),
         }
         self._open = contextlib.ExitStack()
+        self._made = jobs, model, at, transfer, blocks, tokens
         self.log = at.with_suffix(".log")
         self._path = at.with_suffix(".sock")
         self._path.unlink(missing_ok=True)
@@ -118,6 +119,10 @@ class Node:
         names = (line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line)
         return {name for name in names if not name.endswith("(deleted)")}
 
+    def again(self) -> Node:
+        """Begin another in its place. Its log begins anew."""
+        return Node(*self._made)
+
     def kill(self) -> None:
         """End it as a crash would; it may have ended already."""
         with contextlib.suppress(ProcessLookupError):
@@ -136,6 +141,16 @@ class Apart:
     @property
     def nodes(self) -> tuple[Node, Node]:
         return self.prefill, self.decode
+
+    def restart(self, node: Node) -> None:
+        """Kill one, and begin another in its place."""
+        node.kill()
+        if node is self.prefill:
+            self.prefill = node.again()
+            self.prefill.connect()
+        else:
+            self.decode = node.again()
+            self.decode.connect()
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """Ask as a proxy does: one node to compute the prompt, then the other to answer."""

@@ -41,15 +41,17 @@ def start(vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path) ->
     """Start a prefill and a decode node with paged KV of so many blocks, and a KV transfer
     config of each."""
     nodes: list[Node] = []
+    pairs: list[Apart] = []
 
     def both(blocks: tuple[int, int], *configs: dict[str, Any]) -> Apart:
         for role, size, config in zip(("prefill", "decode"), blocks, configs, strict=True):
             tokens = min(1024, (min(blocks) - 1) * BLOCK_TOKENS)
             nodes.append(Node(vllm_jobs, tiny_llama, tmp_path / role, config, size, tokens))
-        return Apart(*nodes)
+        pairs.append(Apart(*nodes))
+        return pairs[-1]
 
     yield both
-    for node in nodes:
+    for node in (*nodes, *(node for pair in pairs for node in pair.nodes)):
         node.kill()
 
 
@@ -161,6 +163,38 @@ def test_the_decode_node_has_what_was_said_from_tiers_and_pulls_just_the_rest(
     assert loaded(after) - loaded(before) == known - own_cache > 0
     assert recovered(pair.decode)[1:] == [len(prompt) - known], "what tiers had stays"
     assert is_as_of_one_engine(run_vllm, turns)
+
+
+@pytest.mark.fault
+def test_each_side_and_the_server_are_killed_and_started_and_no_other_request_fails(
+    start: Start, server: RedisServer, tmp_path: Path, run_vllm: Callable[..., Run]
+) -> None:
+    """Each between the prefill node's answer and the decode node's pull, in the midst of two
+    conversations. The next requests go to what is there then."""
+    tier = {"type": "redis", "url": server.url, "timeout": "5s"}
+    config = apart({**tier, "key_prefix": str(tmp_path)})
+    pair = start((36, 64), config, config)
+    turns = conversations(pair, 1)
+
+    def kill_prefill() -> None:
+        pair.prefill.kill()
+
+    def restart_decode() -> None:
+        pair.restart(pair.decode)
+
+    for number, kill in enumerate((kill_prefill, restart_decode, server.kill)):
+        prompt = spoken_by(turns[-2]) + documents(1, SAID, 10 + number)[0]
+        first = pair.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+        kill()
+        turns.append((prompt, pair.decode.ask(prompt, ANSWER, first["params"])["tokens"]))
+        if kill is kill_prefill:
+            pair.restart(pair.prefill)
+        turns.append(asked(pair, spoken_by(turns[-2]), 20 + number))
+    server.start()
+    turns.append(asked(pair, spoken_by(turns[1]), 30))
+    assert is_as_of_one_engine(run_vllm, turns)
+    usage = [node.measured(USAGE)["total"][USAGE] for node in pair.nodes]
+    assert usage == [0, 0], "nothing is kept for who has died"
 
 
 def loaded(measured: dict[str, Any]) -> float:

@@ -1,0 +1,21 @@
+"""The bench of prefill and decode apart runs, and says whether answers are equal."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.apart import SAID, measure
+
+pytestmark = [pytest.mark.vllm, pytest.mark.faults]
+
+pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install nixl==1.5.1")
+
+
+@pytest.mark.timeout(900)
+def test_the_second_turn_finds_the_first_in_a_tier() -> None:
+    result = measure(conversations=2, turns=2, smoke=True)
+    assert result["equal"]
+    first, second = result["rows"]
+    assert first["cached"] == 0
+    assert second["cached"] > SAID - 32
+    assert all(row["ratio"] == row["chain"] / row["nixl"] for row in result["rows"])
