@@ -178,6 +178,9 @@ class TestShared(KnowsChecksums):
     def make_spec(self) -> SharedSpec:
         return SharedSpec(path=self.path)
 
+    def test_a_batch_with_less_room_than_it_needs(self) -> None:
+        raise SkipTest("it makes room in rounds, beside its puts (tests/remote/test_evictor.py)")
+
     def open_store(self, payload_bytes: int) -> TierStore:
         return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 
-from spec.offloading import StoreContext
 from tests.disk.audit import run_mounted
 from tests.support.clock import wait_for
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
-from tiers.remote.directory_bucket import TEMPORARY, DirectoryBucket
+from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.directory_files import TEMPORARY
 from tiers.remote.packs.pack import INDEX_BYTES, name_of
 from tiers.remote.packs.pack_store import PackStore
-from tiers.remote.shared_spec import SharedSpec
 from tiers.store import TierStore
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
@@ -40,8 +39,9 @@ def place(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def opened(place: Path, **more: Any) -> Iterator[PackStore]:
-    store = SharedSpec(path=place, **more).open(StoreContext(PAYLOAD))
+def opened(place: Path, threads: int = 4) -> Iterator[PackStore]:
+    """A store without upkeep, whose calls would fail in place of ours."""
+    store = PackStore(DirectoryBucket(place), PAYLOAD, timeout=10, connections=threads)
     try:
         yield store
     finally:
@@ -180,13 +180,13 @@ def test_of_two_writers_of_one_pack_the_first_stays(place: Path) -> None:
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from tiers.remote import directory_bucket
+from tiers.remote.directory_bucket import DirectoryBucket
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 setattr(os, sys.argv[3], die)
-directory_bucket.DirectoryBucket(Path(sys.argv[1])).put(sys.argv[2], [b"half" * 1000])
+DirectoryBucket(Path(sys.argv[1])).put(sys.argv[2], [b"half" * 1000])
 """
 
 
@@ -324,7 +324,7 @@ with opened(place) as store:
         data[at] ^= 1
         (place / name_of(key)).write_bytes(data)
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    for some in (store, SharedSpec(path=place).open(StoreContext(PAYLOAD))):
+    for some in (store, PackStore(DirectoryBucket(place), PAYLOAD, timeout=10, connections=2)):
         assert some.has(keys) == [True, True, False, True]
         assert get(some, *keys) == [True, True, True, False]
         try:

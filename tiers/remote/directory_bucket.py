@@ -16,6 +16,8 @@ What is promised, and by what:
 - **After a crash** a pack may be missing, or be damaged where the server lost what it had synced:
   either is a miss, as records prove themselves. Folders are not synced.
 
+A pack that is read is made to look new, for who evicts by age (`evictor`) or cleans up.
+
 There is no lock, no mapped file and no clock that is compared. A call that hangs in the kernel
 can't be interrupted: it keeps its thread, and the guard leaves the tier alone after `deadline`.
 """
@@ -26,21 +28,34 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tiers.block import Buffer
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.remote.directory_files import (
+    GONE,
+    TEMPORARY,
+    after,
+    create,
+    fan_out,
+    files,
+    fill,
+    unlink,
+)
+from tiers.remote.evictor import Evictor
+from tiers.remote.lease import Lease
 from tiers.remote.packs.bucket import Listed
 from tiers.remote.packs.pack import key_of
 
-TEMPORARY = ".tmp-"
+USE_SECONDS = 600.0
+"""A pack's use is recorded by each process once in so long, as its file's time."""
+_MOST_USES = 65536
 _LISTED_AT_ONCE = 1000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-_GONE = frozenset({errno.ENOENT, errno.ESTALE})
-"""ESTALE: another host removed what this one remembers."""
 
 
 class DirectoryBucket:
@@ -50,14 +65,17 @@ class DirectoryBucket:
         """Raises TierNotOpen where the directory is missing: it is not made, so that a file system
         that is not mounted is no empty tier on this host's own disk. Raises TierUnusable."""
         self._path = str(path)
-        self._mode = _mode_of(path)
+        self.mode = _mode_of(path)
+        """Of the folders that are made in it."""
+        self._uses = _Uses()
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         folder = f"{self._path}/{name.rpartition('/')[0]}"
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
         with self._translated():
             try:
-                self._write(temporary, parts)
+                fill(self._create(temporary), parts, self.mode)
+                self._uses.are_due(f"{self._path}/{name}")  # it is new
                 return self._named(temporary, f"{self._path}/{name}")
             finally:
                 with suppress(OSError):
@@ -78,27 +96,14 @@ class DirectoryBucket:
             ) from error
         return True
 
-    def _write(self, path: str, parts: Sequence[Buffer]) -> None:
-        handle = self._create(path)
-        try:
-            if self._mode & 0o070:
-                os.fchmod(handle, self._mode & 0o660)
-            left = [memoryview(part) for part in parts]
-            while left:
-                left = _after(left, os.writev(handle, left))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
     def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            return os.open(path, flags, 0o600)
+            return create(path)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in GONE:
                 raise
         self._make_folders(path)
-        return os.open(path, flags, 0o600)
+        return create(path)
 
     def _make_folders(self, path: str) -> None:
         """Make the two folders that a file is in. Raises TierNotOpen: the directory is gone."""
@@ -109,40 +114,54 @@ class DirectoryBucket:
             except FileExistsError:
                 continue
             except OSError as error:
-                if error.errno in _GONE and not os.path.isdir(self._path):
+                if error.errno in GONE and not os.path.isdir(self._path):
                     raise _missing(self._path) from error
                 raise
-            if self._mode != 0o700:  # the umask of this process may be narrower
-                os.chmod(folder, self._mode)
+            if self.mode != 0o700:  # the umask of this process may be narrower
+                os.chmod(folder, self.mode)
 
     def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
         path = f"{self._path}/{name}"
         with self._translated():
             try:
-                return _read(path, start, into)
+                return self._read(path, start, into)
             except FileNotFoundError:
                 return None
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
             with suppress(FileNotFoundError):  # the name may lead to another file now, or to none
-                return _read(path, start, into)
+                return self._read(path, start, into)
         return None
+
+    def _read(self, path: str, start: int, into: Sequence[memoryview]) -> int:
+        """Fill these views with the bytes from `start` on; how many there were. Raises OSError."""
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            done, left = 0, list(into)
+            while left and (count := os.preadv(handle, left, start + done)):
+                done += count
+                left = after(left, count)
+            if self._uses.are_due(path):
+                with suppress(OSError):  # where nothing can be written
+                    os.utime(handle)
+            return done
+        finally:
+            os.close(handle)
 
     def delete(self, names: Sequence[str]) -> None:
         with self._translated():
             for name in names:
-                _unlink(f"{self._path}/{name}")
+                unlink(f"{self._path}/{name}")
 
     def list(self, prefix: str) -> Iterator[Sequence[Listed]]:
         with self._translated():
             found: list[Listed] = []
             for folder in self._folders(prefix):
-                for entry in _entries(f"{self._path}/{folder}"):
-                    name = f"{folder}/{entry.name}"
-                    if key_of(name) is None or (status := _status(entry)) is None:
-                        continue
-                    found.append(Listed(name, status.st_size, status.st_mtime))
+                for file, facts in files(f"{self._path}/{folder}"):
+                    name = f"{folder}/{file}"
+                    if key_of(name) is not None:
+                        found.append(Listed(name, facts.st_size, facts.st_mtime))
                     if len(found) == _LISTED_AT_ONCE:
                         yield found
                         found = []
@@ -151,14 +170,10 @@ class DirectoryBucket:
 
     def _folders(self, prefix: str) -> Iterator[str]:
         """The folders of packs whose names begin with `prefix`, from the directory on."""
-        space, _, fan_out = prefix.strip("/").partition("/")
-        if fan_out:
-            yield f"{space}/{fan_out}"
-            return
-        for one in [space] if space else [e.name for e in _entries(self._path) if _is_folder(e)]:
-            for entry in _entries(f"{self._path}/{one}"):
-                if _is_folder(entry):
-                    yield f"{one}/{entry.name}"
+        space, _, rest = prefix.strip("/").partition("/")
+        if rest:
+            return iter([f"{space}/{rest}"])
+        return fan_out(self._path, [space] if space else [])
 
     def describe(self) -> str:
         return self._path
@@ -173,6 +188,50 @@ class DirectoryBucket:
         except OSError as error:
             kind = TierFull if error.errno in _FULL else TierUnavailable
             raise kind(f"{self._path}: {error.strerror or type(error).__name__}") from error
+
+
+class KeptDirectory(DirectoryBucket):
+    """One that is kept below a capacity, with all processes that have it open."""
+
+    def __init__(self, path: Path, capacity: int | None) -> None:
+        """`capacity` in bytes; None: only what dead writers left is removed. Raises as the other,
+        and RuntimeError where a thread can't be had."""
+        super().__init__(path)
+        place = str(path)
+        self._evictor = Evictor(place, capacity, Lease(place, self.mode))
+        self._end_upkeep = self._evictor.start()
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> bool:
+        size = sum(map(len, parts))
+        if not self._evictor.admits(size):
+            raise TierFull(f"{self._path} is full; packs are being evicted")
+        stored = False
+        try:
+            stored = super().put(name, parts)
+        finally:
+            self._evictor.ends(size, stored)
+        return stored
+
+    def close(self) -> None:
+        self._end_upkeep()
+
+
+class _Uses:
+    """When packs were last used, as far as this process has said so. Thread-safe: at worst one is
+    said twice."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+
+    def are_due(self, path: str) -> bool:
+        """Whether the use of a pack now is to be recorded in its file; it then counts as said."""
+        now = time.monotonic()
+        if now - self._said.get(path, -USE_SECONDS) < USE_SECONDS:
+            return False
+        if len(self._said) >= _MOST_USES:
+            self._said = {}
+        self._said[path] = now
+        return True
 
 
 def _mode_of(path: Path) -> int:
@@ -195,59 +254,3 @@ def _mode_of(path: Path) -> int:
 
 def _missing(path: str) -> TierNotOpen:
     return TierNotOpen(f"{path} is not there; mount its file system, or make the directory once")
-
-
-def _read(path: str, start: int, into: Sequence[memoryview]) -> int:
-    """Fill these views with the bytes from `start` on; how many there were. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        done, left = 0, list(into)
-        while left and (count := os.preadv(handle, left, start + done)):
-            done += count
-            left = _after(left, count)
-        return done
-    finally:
-        os.close(handle)
-
-
-def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of these behind their first `count` bytes."""
-    for number, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[number + 1 :]]
-        count -= len(view)
-    return []
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """What lies in a folder; nothing, if it is gone. Raises OSError."""
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError as error:
-        if error.errno in _GONE:
-            return []
-        raise
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
-
-
-def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Facts of a file; None: it is gone, or no file. Raises OSError."""
-    try:
-        found = entry.stat(follow_symlinks=False)
-    except OSError as error:
-        if error.errno in _GONE:
-            return None
-        raise
-    return found if stat.S_ISREG(found.st_mode) else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from spec.fields import FolderPath
+from spec.fields import ByteSize, FolderPath
 from spec.offloading import StoreContext, StoreSpec
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ class SharedSpec(StoreSpec):
         examples=["/mnt/kv/llama"],
         description="The tier's own directory, below the mount. It must be there: make it once, so "
         "that what is not mounted is not taken for empty.",
+    )
+    capacity: ByteSize | None = Field(
+        default=None,
+        description="Space for blocks, over all hosts: one process evicts what was used least "
+        "recently, in rounds of ten seconds or longer. Write the same for each engine. Unset: "
+        "nothing is evicted.",
     )
     threads: int = Field(
         default=16,
@@ -44,10 +50,10 @@ class SharedSpec(StoreSpec):
     def open(self, site: StoreContext) -> PackStore:
         """Open the store. Raises TierNotOpen where the directory is missing, TierUnusable where it
         can't be used as it is."""
-        from tiers.remote.directory_bucket import DirectoryBucket
+        from tiers.remote.directory_bucket import KeptDirectory
         from tiers.remote.packs.pack_store import PackStore
 
-        bucket = DirectoryBucket(self.path)
+        bucket = KeptDirectory(self.path, self.capacity)
         return PackStore(
             bucket, site.payload_bytes, timeout=self.deadline, connections=self.threads
         )

@@ -1,0 +1,304 @@
+"""The upkeep of a shared directory: who does it, what goes, and what never does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from spec.offloading import StoreContext
+from tests.support.clock import Clock, wait_for
+from tiers.errors import TierFull
+from tiers.remote import evictor
+from tiers.remote.directory_bucket import DirectoryBucket, KeptDirectory
+from tiers.remote.directory_files import TEMPORARY
+from tiers.remote.evictor import BEAT_SECONDS, TEMPORARY_SECONDS, Evictor
+from tiers.remote.lease import WATCH_SECONDS, Lease
+from tiers.remote.packs.pack import name_of
+from tiers.remote.shared_spec import SharedSpec
+from tiers.testing import Memory, make_key
+
+SIZE = 1000
+DAY = 86400
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    path = tmp_path / "shared"
+    path.mkdir(0o700)
+    return path
+
+
+def lease(place: Path, clock: Clock) -> Lease:
+    return Lease(str(place), 0o700, clock)
+
+
+def keeper(place: Path, capacity: int | None, clock: Clock) -> Evictor:
+    return Evictor(str(place), capacity, lease(place, clock), clock)
+
+
+def fill(place: Path, ages: Sequence[float]) -> list[Path]:
+    """Put a pack for each of these ages, in seconds."""
+    bucket, now = DirectoryBucket(place), os.stat(place).st_mtime
+    packs = []
+    for age in ages:
+        name = name_of(make_key())
+        bucket.put(name, [bytes(SIZE)])
+        os.utime(place / name, (now - age, now - age))
+        packs.append(place / name)
+    return packs
+
+
+def there(packs: Sequence[Path]) -> list[bool]:
+    return [pack.exists() for pack in packs]
+
+
+# ---- the lease
+
+
+def test_one_process_has_it_as_long_as_it_lives(place: Path) -> None:
+    """Whatever the clocks of both hosts say."""
+    clocks = Clock(5), Clock(1e9)
+    one, other = (lease(place, clock) for clock in clocks)
+    assert one.beat() and not other.beat()
+    for _ in range(100):
+        clocks[0].now += BEAT_SECONDS
+        clocks[1].now += BEAT_SECONDS * 3  # it runs too fast
+        assert one.beat() and not other.beat()
+    one.resign()
+    assert not one.is_held and other.beat()
+    clocks[0].now += WATCH_SECONDS - 1
+    assert not one.beat() and not one.beat()
+
+
+@pytest.mark.fault
+def test_who_holds_it_and_is_silent_loses_it_by_the_watchers_clock(place: Path) -> None:
+    clocks = [Clock(0), Clock(1e6), Clock(-50)]
+    one, *others = (lease(place, clock) for clock in clocks)
+    assert one.beat()
+    clocks[1].now += 10 * WATCH_SECONDS
+    assert not any(other.beat() for other in others), "they have not watched it yet"
+    for clock in clocks:
+        clock.now += WATCH_SECONDS - 1
+    assert not any(other.beat() for other in others)
+    for clock in clocks:
+        clock.now += 1
+    assert [other.beat() for other in others].count(True) == 1
+    assert not one.beat(), "it was only stopped, and finds that it has lost it"
+    assert sum(other.beat() for other in others) == 1
+
+
+@pytest.mark.fault
+def test_of_those_that_would_take_it_one_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if both looked before either took it."""
+    clocks = Clock(), Clock()
+    lease(place, Clock()).beat()
+    one, other = (lease(place, clock) for clock in clocks)
+    assert not one.beat() and not other.beat()
+    for clock in clocks:
+        clock.now += WATCH_SECONDS
+    real = os.rename
+
+    def meanwhile(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "rename", real)
+        assert other.beat()
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", meanwhile)
+    assert not one.beat() and other.beat()
+    assert len(list((place / "upkeep").iterdir())) == 1
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from tiers.remote.directory_bucket import KeptDirectory
+
+bucket = KeptDirectory(Path(sys.argv[1]), 10**9)
+while not bucket._evictor._count.round:
+    time.sleep(0.01)
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.fault
+def test_an_evictor_that_is_killed_is_followed_by_another(place: Path) -> None:
+    command = [sys.executable, "-c", HOLDS, str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
+            clock = Clock()
+            other = keeper(place, 10 * SIZE, clock)
+            packs = fill(place, [20 * DAY - n * 1000 for n in range(20)])
+            other.step()
+            assert all(there(packs)), "another has it"
+        finally:
+            holder.kill()
+    for _ in range(2):
+        clock.now += WATCH_SECONDS
+        other.step()
+    assert there(packs) == [False] * 11 + [True] * 9
+
+
+# ---- what goes
+
+
+def test_the_packs_used_last_are_kept(place: Path) -> None:
+    packs = fill(place, [n * DAY for n in range(20)])
+    DirectoryBucket(place).read(str(packs[19].relative_to(place)), 0, [memoryview(bytearray(9))])
+    keeper(place, 10 * SIZE, Clock()).step()
+    assert there(packs) == [n < 8 or n == 19 for n in range(20)]
+
+
+def test_of_packs_of_one_age_no_more_go_than_must(place: Path) -> None:
+    packs = fill(place, [DAY] * 20)
+    keeper(place, 10 * SIZE, Clock()).step()
+    assert sum(there(packs)) == 9
+
+
+def test_below_its_capacity_nothing_goes(place: Path) -> None:
+    packs = fill(place, range(20))
+    keeper(place, 22 * SIZE, Clock()).step()
+    keeper(place, None, Clock()).step()
+    assert all(there(packs))
+
+
+def test_what_is_not_the_tiers_stays(place: Path) -> None:
+    fill(place, [DAY] * 20)
+    others = [place / "notes", place / "models" / "7b" / f"{TEMPORARY}x", place / "a" / "ab" / "c"]
+    for other in others:
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_bytes(bytes(50 * SIZE))
+    (place / "empty" / "00").mkdir(parents=True)
+    clock = Clock()
+    upkeep = keeper(place, SIZE // 2, clock)
+    for _ in range(3):
+        upkeep.step()
+        clock.now += 2 * TEMPORARY_SECONDS
+    assert all(there(others)) and (place / "empty" / "00").is_dir()
+    assert not list(place.glob("?" * 32 + "/*")), "folders that are empty go, too"
+
+
+@pytest.mark.fault
+def test_what_a_dead_writer_left_goes_once_it_was_watched(place: Path) -> None:
+    """However old it says it is: its host's clock may be any."""
+    (pack,) = fill(place, [0])
+    left = [pack.with_name(f"{TEMPORARY}{n}") for n in range(2)]
+    for file in left:
+        file.write_bytes(b"x")
+        os.utime(file, (0, 0))
+    clock = Clock()
+    upkeep = keeper(place, None, clock)
+    upkeep.step()
+    clock.now += TEMPORARY_SECONDS - 1
+    upkeep.step()
+    assert there(left) == [True, True]
+    left[1].write_bytes(b"xx")  # it is being written
+    clock.now += TEMPORARY_SECONDS
+    upkeep.step()
+    assert there(left) == [False, True] and pack.exists()
+    clock.now += TEMPORARY_SECONDS
+    upkeep.step()
+    assert not left[1].exists()
+
+
+# ---- the bound
+
+
+def test_one_process_alone_is_never_beyond_its_capacity(place: Path) -> None:
+    upkeep = keeper(place, 10 * SIZE, Clock())
+    assert [upkeep.admits(SIZE) for _ in range(12)] == [True] * 10 + [False] * 2
+
+
+def test_a_process_knows_what_others_have_put(place: Path) -> None:
+    clock = Clock()
+    holder, other = keeper(place, 100 * SIZE, clock), keeper(place, 100 * SIZE, clock)
+    fill(place, [0] * 94)
+    holder.step()
+    other.step()
+    assert [other.admits(SIZE) for _ in range(8)] == [True] * 6 + [False] * 2
+    fill(place, [0] * 6)
+    clock.now += 100
+    holder.step()
+    clock.now += 100
+    other.step()
+    assert other.admits(SIZE), "room was made"
+    assert not other.admits(8 * SIZE), "what it put lately may not be counted yet"
+
+
+def test_a_tier_that_is_full_makes_room_and_serves(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evictor, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(evictor, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(evictor, "FULL_SECONDS", 0.01)
+    capacity = 40 * 70_000
+    spec = SharedSpec(path=place, capacity=capacity)
+    with closing(spec.open(StoreContext(65536))) as store:
+
+        def stores(key: bytes) -> bool:
+            try:
+                return store.put(Memory([key], 65536).fill().blocks) == [True]
+            except TierFull:
+                return False
+
+        for _ in range(100):
+            key = make_key()
+            wait_for(lambda key=key: stores(key))  # type: ignore[misc]
+            sizes = [pack.stat().st_size for pack in place.glob("?" * 32 + "/*/*")]
+            assert sum(sizes) <= capacity
+        assert store.get(Memory([key], 65536).blocks) == [True]
+
+
+@pytest.mark.fault
+def test_upkeep_goes_on_where_no_file_can_be_made(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full file system: what is to go must be able to."""
+    clock = Clock()
+    lease(place, Clock()).beat()
+    upkeep = keeper(place, 10 * SIZE, clock)
+    packs = fill(place, [DAY] * 20)
+    real = os.open
+
+    def full(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "full")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", full)
+    upkeep.step()
+    assert all(there(packs))
+    clock.now += WATCH_SECONDS
+    upkeep.step()
+    assert sum(there(packs)) == 9
+
+
+@pytest.mark.fault
+def test_upkeep_that_fails_ends_no_tier_and_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evictor, "BEAT_SECONDS", 0.01)
+    real, failing = os.scandir, [True]
+
+    def scandir(path: str) -> object:
+        if failing[0]:
+            raise OSError(errno.EIO, "no answer")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    packs = fill(place, [DAY] * 20)
+    with closing(KeptDirectory(place, 10 * SIZE)) as bucket:
+        name = name_of(make_key())
+        assert bucket.put(name, [b"x"])
+        assert bucket.read(name, 0, [memoryview(bytearray(1))]) == 1
+        assert all(there(packs))
+        failing[0] = False
+        wait_for(lambda: sum(there(packs)) < 10)

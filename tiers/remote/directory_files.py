@@ -1,0 +1,94 @@
+"""Files of a directory that hosts share, which any of them may remove at any moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+
+from tiers.block import NAMESPACE_BYTES, Buffer
+
+TEMPORARY = ".tmp-"
+"""What the name of a file begins with that is being written."""
+_NAMESPACE, _FAN_OUT = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}"), re.compile("[0-9a-f]{2}")
+GONE = frozenset({errno.ENOENT, errno.ESTALE})
+"""ESTALE: another host removed what this one remembers."""
+
+
+def create(path: str) -> int:
+    """Make a file that is not there yet. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, 0o600)
+
+
+def fill(handle: int, parts: Sequence[Buffer], mode: int) -> None:
+    """Write, sync and close a new file, for the group too if the `mode` of its folder has it. Its
+    bytes are then in the file system, as every host sees it. Raises OSError."""
+    try:
+        if mode & 0o070:
+            os.fchmod(handle, mode & 0o660)
+        left = [memoryview(part) for part in parts]
+        while left:
+            left = after(left, os.writev(handle, left))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of these behind their first `count` bytes."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
+
+
+def unlink(path: str) -> None:
+    """Remove a file, if it is there. Raises OSError."""
+    try:
+        os.unlink(path)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+
+
+def files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The names of a folder's files, and facts of each. Raises OSError."""
+    for entry in entries(folder):
+        try:
+            found = entry.stat(follow_symlinks=False)
+        except OSError as error:
+            if error.errno in GONE:
+                continue
+            raise
+        if stat.S_ISREG(found.st_mode):
+            yield entry.name, found
+
+
+def fan_out(path: str, spaces: Sequence[str] = ()) -> Iterator[str]:
+    """The folders of packs below `path`, of these namespaces or of all. Raises OSError."""
+    for space in spaces or _folders(path, _NAMESPACE):
+        for folder in _folders(f"{path}/{space}", _FAN_OUT):
+            yield f"{space}/{folder}"
+
+
+def entries(folder: str) -> list[os.DirEntry[str]]:
+    """What lies in a folder; nothing, if it is gone. Raises OSError."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError as error:
+        if error.errno in GONE:
+            return []
+        raise
+
+
+def _folders(path: str, name: re.Pattern[str]) -> list[str]:
+    return [
+        entry.name
+        for entry in entries(path)
+        if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
