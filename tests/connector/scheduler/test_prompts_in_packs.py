@@ -1,0 +1,97 @@
+"""A store that packs prompts is asked for whole groups, and told where a job's blocks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import pytest
+
+from tests.support.clock import wait_for
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.contract.generation import Generation
+from tiers.contract.messages import NO_PART
+from tiers.store import Block
+
+KEYS = [b"key %d" % number for number in range(12)]
+SPACES = [b"one rank's space", b"other rank space"]
+
+
+class Plain:
+    """Holds nothing, somewhere behind a network."""
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    get = put
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Packing(Plain):
+    """Holds `held` blocks of each prompt of a space."""
+
+    def __init__(self) -> None:
+        self.held = dict.fromkeys(SPACES, 0)
+        self.asked: list[Sequence[bytes]] = []
+
+    def pack_blocks(self) -> int:
+        return 4
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        self.asked += prompts
+        return [self.held[keys[0][:16]] for keys in prompts]
+
+
+@pytest.fixture
+def store() -> Packing:
+    return Packing()
+
+
+@pytest.fixture
+def manager(store: Packing) -> Iterator[StoreManager]:
+    with closing(StoreManager(store, SPACES, Generation(), in_order=True)) as made:
+        yield made
+
+
+def _covered(manager: StoreManager, asked: range) -> list[bool]:
+    lookup = Lookup()
+    manager.coverage(lookup, KEYS, asked)
+    wait_for(lambda: manager.coverage(lookup, KEYS, asked) is not None)
+    found = manager.coverage(lookup, KEYS, asked)
+    assert found is not None
+    return list(found)
+
+
+def test_a_look_up_begins_with_a_group_and_counts_what_all_ranks_have(
+    manager: StoreManager, store: Packing
+) -> None:
+    store.held = {SPACES[0]: 5, SPACES[1]: 4}  # from block 4 on
+    assert _covered(manager, range(6, 11)) == [True, True, False, False, False]
+    assert store.asked == [[space + key for key in KEYS[4:]] for space in SPACES]
+
+
+def test_a_job_says_where_its_blocks_are(manager: StoreManager) -> None:
+    part = manager.part(KEYS, [6, 7, 9])
+    assert part.keys == KEYS[4:10] and list(part.places) == [2, 3, 5] and part.group == 4
+    (first, *_) = part.prefixes(SPACES[0], 3)
+    assert first is not None
+    assert first.keys[first.at] == SPACES[0] + KEYS[6] and first.group == 4
+
+
+def test_others_are_asked_for_each_block_and_told_nothing(store: Packing) -> None:
+    with closing(StoreManager(store, SPACES, Generation())) as of_several_groups:
+        assert _covered(of_several_groups, range(2)) == [False, False]
+        assert of_several_groups.part(KEYS, [1]) == NO_PART
+    with closing(StoreManager(Plain(), SPACES, Generation(), in_order=True)) as plain:
+        assert _covered(plain, range(2)) == [False, False]
+        assert plain.part(KEYS, [1]) == NO_PART
+    assert not store.asked
