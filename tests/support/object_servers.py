@@ -78,6 +78,7 @@ class SeaweedCluster:
             f"-filer=127.0.0.1:{self._filer}",
             "-config=s3.json",
             "-port.iceberg=0",
+            "-port.lance=0",
         )
         self._make_bucket()
 
