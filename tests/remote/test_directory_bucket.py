@@ -20,6 +20,7 @@ from tests.disk.audit import run_mounted
 from tests.support.clock import wait_for
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
 from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.directory_examine import examine
 from tiers.remote.directory_files import TEMPORARY
 from tiers.remote.packs.pack import INDEX_BYTES, name_of
 from tiers.remote.packs.pack_store import PackStore
@@ -435,3 +436,21 @@ def test_a_damaged_pack_is_a_miss_and_goes(place: Path, at: int) -> None:
         assert store.has([key]) == [at > 0]
         assert get(store, key) == [False] and not files(place)
         assert put(store, key) == [True] and get(store, key) == [True]
+
+
+# ---- before the start
+
+
+def test_doctor_tries_the_directory_and_leaves_nothing(place: Path) -> None:
+    whole = os.statvfs(place).f_blocks * os.statvfs(place).f_frsize
+    found = {
+        capacity: [(finding.gravity, finding.found) for finding in examine(place, capacity)]
+        for capacity in (None, 1 << 20, 2 * whole)
+    }
+    assert [each[0][0] for each in found.values()] == ["warning", "fine", "warning"]
+    assert "nothing is evicted" in found[None][0][1]
+    assert "more than its file system has" in found[2 * whole][0][1]
+    assert all("a file is found in" in each[-1][1] for each in found.values())
+    assert not files(place)
+    with pytest.raises(TierNotOpen, match="make the directory once"):
+        list(examine(place / "none", None))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from spec.fields import ByteSize, FolderPath
+from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ class SharedSpec(StoreSpec):
     def scratch(self, folder: Path) -> SharedSpec:
         """The same in a folder of this host: how fast the directory is, it does not show."""
         return self.model_copy(update={"path": folder})
+
+    def examine(self) -> Iterator[DoctorFinding]:
+        from tiers.remote.directory_examine import examine
+
+        return examine(self.path, self.capacity)
 
     def open(self, site: StoreContext) -> PackStore:
         """Open the store. Raises TierNotOpen where the directory is missing, TierUnusable where it

@@ -1,0 +1,42 @@
+"""Engines over a shared directory: what one stores, others load; none stores beyond capacity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, drive, measured
+from tiers.lab.replay import ReplayEngine
+
+
+def _engine(place: Path, ranks: int, capacity: str) -> ReplayEngine:
+    tier = {"type": "shared", "path": place, "capacity": capacity}
+    return ReplayEngine(
+        chain_of(cpu(12), tier), MODEL, num_blocks=24, prefix_caching=False, world_size=ranks
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_engine_loads_what_another_stored(tmp_path: Path, ranks: int) -> None:
+    tmp_path.chmod(0o700)
+    one = _engine(tmp_path, ranks, "1GiB")
+    drive(one, 3, world_size=ranks)
+    one.settle()
+    stored = measured(one, "stored_blocks", "shared")
+    close(one)
+    other = _engine(tmp_path, ranks, "1GiB")
+    drive(other, 3, world_size=ranks)
+    other.settle()
+    assert stored and measured(other, "loaded_tokens", "shared") > 0
+    close(other)
+
+
+def test_answers_stay_right_where_the_directory_is_full(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    engine = _engine(tmp_path, 1, "64KiB")
+    drive(engine, 3)
+    engine.settle()
+    close(engine)
+    packs = [pack for pack in tmp_path.glob("?" * 32 + "/*/*") if pack.is_file()]
+    assert 0 < sum(pack.stat().st_size for pack in packs) <= 64 << 10

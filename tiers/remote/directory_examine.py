@@ -1,0 +1,79 @@
+"""The shared tier's findings before an engine starts: its directory, its room, what works there.
+
+What is stored to try it has a key that no engine has, and is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from spec.fields import format_size
+from spec.findings import DoctorFinding
+from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.packs.pack import INDEX_BYTES, PACK_BYTES, name_of
+
+T = TypeVar("T")
+
+LOOKUPS = 10
+
+
+def examine(path: Path, capacity: int | None) -> Iterator[DoctorFinding]:
+    """Findings about this directory; `capacity` in bytes. Raises TierError, OSError."""
+    bucket = DirectoryBucket(path)
+    if os.path.ismount(path):
+        yield DoctorFinding(
+            "note",
+            f"{path} is where a file system is mounted: without it, it is on this host's own disk",
+            "name a directory below it",
+            "nothing",
+        )
+    yield from _room(path, capacity)
+    yield from _try_out(bucket)
+
+
+def _room(path: Path, capacity: int | None) -> Iterator[DoctorFinding]:
+    found = os.statvfs(path)
+    free, whole = (blocks * found.f_frsize for blocks in (found.f_bavail, found.f_blocks))
+    if capacity is None:
+        yield DoctorFinding(
+            "warning",
+            f"no capacity: nothing is evicted, and {format_size(free)} are free",
+            "set capacity, or remove files by their age",
+            "what was used least recently goes",
+        )
+    elif capacity > whole:
+        yield DoctorFinding(
+            "warning",
+            f"capacity {format_size(capacity)} is more than its file system has, "
+            f"{format_size(whole)}: nothing is evicted before it is full",
+            "lower capacity",
+            "none; once it is full nothing new is stored",
+        )
+    else:
+        yield DoctorFinding("fine", f"{format_size(free)} are free of {format_size(whole)}")
+
+
+def _try_out(bucket: DirectoryBucket) -> Iterator[DoctorFinding]:
+    """Do what an engine does. Raises TierError."""
+    name, index = name_of(os.urandom(48)), memoryview(bytearray(INDEX_BYTES))
+    try:
+        stored, _ = _timed(lambda: bucket.put(name, [bytes(PACK_BYTES)]))
+        times = sorted(_timed(lambda: bucket.read(name, 0, [index]))[0] for _ in range(LOOKUPS))
+    finally:
+        bucket.delete([name])
+    middle, worst = times[len(times) // 2] * 1e3, times[-1] * 1e3
+    yield DoctorFinding(
+        "fine",
+        f"a file is found in {middle:.2g} ms, {worst:.2g} ms at worst; "
+        f"it stores {PACK_BYTES / stored / 1e6:.3g} MB/s, one at a time",
+    )
+
+
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
+    began = time.perf_counter()
+    result = call()
+    return max(1e-9, time.perf_counter() - began), result
