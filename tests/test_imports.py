@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,18 +45,28 @@ KNOW_VLLM = {
 }
 
 
-def imports(path: Path, only_at_import: bool = False, for_types: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, only_at_import: bool = False, for_types: bool = False) -> tuple[str, ...]:
     """Dotted names that a module imports, also in functions unless `only_at_import`, and those for
     type checkers alone if `for_types`.
 
     `from a import b` gives a.b, since b may be a module.
     """
-    yield from _imports(ast.parse((ROOT / path).read_text()), only_at_import, for_types)
+    return tuple(_imports(_parsed(path), only_at_import, for_types))
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 def _imports(node: ast.AST, only_at_import: bool, for_types: bool) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
-        is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        is_for_types = (
+            isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
+        )
         if is_for_types and not for_types:
             continue
         if only_at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
