@@ -17,9 +17,8 @@ import yaml
 from spec import plugins
 from spec.load import load_chain
 from tests.support.plugin_packages import Install, write_package
-from tests.support.replay_chains import MODEL, SLOT, close, measured
+from tests.support.replay_chains import SLOT, asked_twice
 from tests.test_readme import blocks
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.trial import find_lie
@@ -89,16 +88,7 @@ def test_the_chain_serves(tmp_path: Path, plugin: Install) -> None:
     (tmp_path / "folder").mkdir()
     written["tiers"][0]["capacity"] = 4 * SLOT
     written["tiers"][1]["path"] = str(tmp_path / "folder")
-    chain = load_chain({**written, "staging": 64 * SLOT})
-    engine = ReplayEngine(chain, MODEL, prefix_caching=False)
-    prompt = list(range(100))
-    try:
-        for _ in range(2):
-            assert engine.generate(prompt, 4).output == answer(MODEL, prompt, 4)
-            engine.settle()
-        assert measured(engine, "loaded_tokens", "folder") > 0
-    finally:
-        close(engine)
+    assert asked_twice(load_chain({**written, "staging": 64 * SLOT}), "folder") > 0
 
 
 def test_what_the_page_calls_public_is_there() -> None:

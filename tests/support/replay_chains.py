@@ -170,3 +170,16 @@ def damage_disk(folder: Path) -> None:
             for position in range(4184, slab.stat().st_size, SLOT):
                 file.seek(position)
                 file.write(b"\xff\xee\xdd")
+
+
+def asked_twice(chain: ChainSpec, tier: str) -> float:
+    """Tokens that a tier brings to a prompt that is asked for again; both answers are right."""
+    engine = ReplayEngine(chain, MODEL, prefix_caching=False)
+    prompt = list(range(100))
+    try:
+        for _ in range(2):
+            assert engine.generate(prompt, 4).output == answer(MODEL, prompt, 4)
+            engine.settle()
+        return measured(engine, "loaded_tokens", tier)
+    finally:
+        close(engine)
