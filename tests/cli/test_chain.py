@@ -34,7 +34,7 @@ def tier(text: str) -> str:
 
 BROKEN = [
     Broken("unknown key", tier("{type: disk, capcity: 1GiB, path: /a}"), 4, "tiers[1].capcity", "an unknown key", "did you mean capacity?"),
-    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_threshold, paused, capacity"),
+    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_threshold, admission, paused, capacity"),
     Broken("unknown key at the top", f"{HEAD}{CPU}promot: true\n", 4, "promot", "an unknown key", "did you mean promote?"),
     Broken("renamed load", f"{HEAD}{CPU}load: stitched\n", 4, "load", "a key that was renamed", "write load_policy"),
     Broken("renamed store_after", tier("{type: cpu, capacity: 1GiB, store_after: 2}"), 4, "tiers[1].store_after", "a key that was renamed", "write store_threshold"),
@@ -53,9 +53,9 @@ BROKEN = [
     Broken("name that is a number", tier("{type: cpu, capacity: 1GiB, name: 7}"), 4, "tiers[1].name", "7", "in quotes"),
     Broken("one path twice", tier("{type: disk, capacity: 1GiB, path: /a}\n  - {type: disk, capacity: 1GiB, path: /a}"), 5, "tiers[2].path", "'/a'", "tiers[1] keeps its blocks in the same place; write another path"),
     Broken("unknown type", tier("{type: dsk, capacity: 1GiB, path: /a}"), 4, "tiers[1].type", "'dsk'", "did you mean disk?"),
-    Broken("unlike any type", tier("{type: s3, bucket: b}"), 4, "tiers[1].type", "'s3'", "use one of cpu, disk, redis"),
-    Broken("type of the wrong kind", tier("{type: [cpu]}"), 4, "tiers[1].type", "a list", "use one of cpu, disk, redis"),
-    Broken("no type", tier("{capacity: 1GiB}"), 4, "tiers[1].type", "nothing", "add type: one of cpu, disk, redis"),
+    Broken("unlike any type", tier("{type: s3, bucket: b}"), 4, "tiers[1].type", "'s3'", "use one of cpu, disk, object, redis, shared"),
+    Broken("type of the wrong kind", tier("{type: [cpu]}"), 4, "tiers[1].type", "a list", "use one of cpu, disk, object, redis, shared"),
+    Broken("no type", tier("{capacity: 1GiB}"), 4, "tiers[1].type", "nothing", "add type: one of cpu, disk, object, redis, shared"),
     Broken("no path", tier("{type: disk, capacity: 1GiB}"), 4, "tiers[1].path", "nothing", "add path: /var/lib/kvtiers"),
     Broken("no capacity", tier("{type: cpu}"), 4, "tiers[1].capacity", "nothing", "add capacity: 8GiB"),
     Broken("tier that is text", tier("cpu"), 4, "tiers[1]", "'cpu'", "write a mapping, like {type: cpu, capacity: 8GiB}"),
