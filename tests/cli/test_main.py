@@ -63,11 +63,12 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
     assert kvtiers("validate", chain(README)) == (
         0,
         "order  name   type   settings\n"
-        "1      cpu    cpu    capacity 8GiB, verify never, eviction lru, store_threshold 1\n"
+        "1      cpu    cpu    capacity 8GiB, verify never, eviction lru, store_threshold 1, "
+        "admission threshold\n"
         "2      disk   disk   capacity 200GiB, path /var/lib/kvtiers, io auto, "
-        "durability none, store_threshold 1, deadline 10s\n"
+        "durability none, store_threshold 1, admission threshold, deadline 10s\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
-        "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
+        "key_prefix kvtiers, codec none, store_threshold 1, admission threshold, deadline 10s\n"
         "version 1, load_policy stitched, load_when sooner, promote true, store all, max_wait 10s, "
         "tenants none, report_cached_tokens true, max_retained 0.25, on_reset forget, "
         "trust_client_ids false, "

@@ -436,7 +436,8 @@ def test_batches_are_bounded(make: Callable[..., Engine], gate: Gate, verb: str)
         gate.sizes.clear()
         engine.manager.primary_tier.reset_cache()
         assert len(engine.hits("a", names)) == 150
-    assert gate.sizes == [64, 64, 22]
+    # Two threads load one request: the smaller batch may begin before the last large one.
+    assert sorted(gate.sizes) == [22, 64, 64]
 
 
 def test_events_and_metrics_have_vllms_names(make: Callable[..., Engine], tmp_path: Path) -> None:
