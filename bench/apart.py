@@ -41,6 +41,7 @@ TO_PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
+"""What a proxy sends with a request to the prefill node; its answer has those for the other."""
 NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 

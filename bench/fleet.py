@@ -19,7 +19,6 @@ import argparse
 import json
 import multiprocessing
 import random
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from bench.routers import free_port
 from spec.load import load_chain
 from tiers.lab.replay import ReplayEngine, ReplayModel
 
@@ -179,7 +179,7 @@ def cluster() -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         nodes: list[Any] = []
         for _ in range(NODES):
-            options = {"cluster-enabled": "yes", "cluster-port": str(_free_port())}
+            options = {"cluster-enabled": "yes", "cluster-port": str(free_port())}
             nodes.append(stack.enter_context(ValkeyServer(config=options)))
         for number, node in enumerate(nodes):
             first, end = (16384 * place // NODES for place in (number, number + 1))
@@ -199,13 +199,6 @@ def _is_whole(client: Any) -> bool:
     info = client.execute_command("CLUSTER", "INFO")
     text = info.decode() if isinstance(info, bytes) else str(info)
     return "ok" in text.partition("cluster_state")[2][:8] and f"_nodes:{NODES}" in text
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _fresh(tier: Mapping[str, Any], number: int) -> dict[str, Any]:

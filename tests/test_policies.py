@@ -23,6 +23,7 @@ from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk,
 from tests.test_readme import blocks
 from tiers.connector.scheduler.admission import ThresholdAdmission
 from tiers.cpu.eviction import ArcEviction, LruEviction
+from tiers.guarded_policies import GuardedEviction
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.testing import AdmissionContract, EvictionContract
 
@@ -136,6 +137,16 @@ def test_a_policy_that_fails_ends_alone(
     lines = [r.message for r in caplog.records if "frequency has failed" in r.message]
     assert len(lines) == 1, lines
     assert lines[0].startswith("tier 'cpu': frequency has failed, and LruEviction decides instead")
+
+
+class SeemsEmpty(ArcEviction):
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_policy_that_counts_as_false_is_asked_all_the_same() -> None:
+    guarded = GuardedEviction(SeemsEmpty, 4, LruEviction(4), "tier")
+    assert guarded.used(1) == ArcEviction(4).used(1) != LruEviction(4).used(1)
 
 
 @pytest.mark.parametrize("answer_", ["1 / 0", "'yes'", "None"])

@@ -114,6 +114,21 @@ class TestGuardedRedis(NeverRaises, Same, TestRedis):
         return Guarded(super().open_store(payload_bytes), "redis")
 
 
+class Encrypted(Same, KnowsChecksums):
+    """A store's blocks under the first of `keys`, of which all are read."""
+
+    keys: tuple[bytes, ...] = (b"k" * KEY_BYTES, b"o" * KEY_BYTES)
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        spec = self.make_spec()
+        assert spec is not None
+        inner = spec.open(StoreContext(encrypted_bytes(payload_bytes)))
+        return EncryptedStore(inner, self.keys, payload_bytes)
+
+    def name(self, key: bytes) -> bytes:
+        return BlockCipher(self.keys[0]).names.of([key])[0]
+
+
 class TestObject(KnowsChecksums):
     """Over a folder of files: the client's own code, without a server."""
 
@@ -151,13 +166,8 @@ class TestObject(KnowsChecksums):
             away.rename(self.path)
 
 
-class TestEncryptedObject(Same, TestObject):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
-        return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
-
-    def name(self, key: bytes) -> bytes:
-        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
+class TestEncryptedObject(Encrypted, TestObject):
+    pass
 
 
 class TestGuardedObject(NeverRaises, Same, TestObject):
@@ -191,13 +201,8 @@ class TestShared(KnowsChecksums):
         return key
 
 
-class TestEncryptedShared(Same, TestShared):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
-        return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
-
-    def name(self, key: bytes) -> bytes:
-        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
+class TestEncryptedShared(Encrypted, TestShared):
+    pass
 
 
 class TestGuardedShared(NeverRaises, Same, TestShared):
@@ -228,22 +233,12 @@ class TestDisk(KnowsChecksums):
         return key
 
 
-class TestEncryptedDisk(Same, TestDisk):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
-        return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
-
-    def name(self, key: bytes) -> bytes:
-        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
+class TestEncryptedDisk(Encrypted, TestDisk):
+    pass
 
 
-class TestEncryptedRedis(Same, TestRedis):
-    def name(self, key: bytes) -> bytes:
-        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
-
-    def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
-        return EncryptedStore(inner, [b"k" * KEY_BYTES], payload_bytes)
+class TestEncryptedRedis(Encrypted, TestRedis):
+    keys = (b"k" * KEY_BYTES,)
 
 
 class TestGuardedDisk(NeverRaises, Same, TestDisk):

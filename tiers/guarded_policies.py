@@ -33,7 +33,7 @@ class _Asked(Generic[P]):
     def ask(self, call: Callable[[P], T], otherwise: T) -> T:
         """What the policy answers; `otherwise` if it fails."""
         try:
-            return call(self.policy or self.default)
+            return call(self.default if self.policy is None else self.policy)
         # The one place for policies: nothing may reach the engine.
         except Exception as error:
             self.policy = None
@@ -67,10 +67,10 @@ class GuardedEviction(EvictionPolicy):
         return self._queue(lambda policy: policy.used(queue))
 
     def next(self, lengths: Sequence[int]) -> int:
-        fullest = max(queue for queue, length in enumerate(lengths, 1) if length)
+        last = max(queue for queue, length in enumerate(lengths, 1) if length)
         if self._asked.policy is None:
-            return fullest
-        return self._asked.ask(lambda policy: _of(lengths, policy.next(lengths)), fullest)
+            return last
+        return self._asked.ask(lambda policy: _of(lengths, policy.next(lengths)), last)
 
     def evicted(self, key: bytes, queue: int) -> None:
         self._asked.ask(lambda policy: policy.evicted(key, queue), None)

@@ -13,21 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.apart import TO_PREFILL
 from tests.engine.conftest import do_job
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS
 from tests.support.servers import free_port
 
 START_LIMIT = 240.0
 """Seconds after which an engine that does not answer is given up: protection from hanging."""
-ASKS_TO_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a proxy sends with a request to the prefill node; its answer has those for the other."""
 
 
 def over_tcp() -> dict[str, str]:
@@ -154,5 +146,5 @@ class Apart:
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """Ask as a proxy does: one node to compute the prompt, then the other to answer."""
-        first = self.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+        first = self.prefill.ask(prompt, 1, TO_PREFILL)
         return self.decode.ask(prompt, max_tokens, first["params"] or {})

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.vllm.apart import ASKS_TO_PREFILL, Apart, Node
+from bench.apart import TO_PREFILL
+from tests.engine.vllm.apart import Apart, Node
 from tests.engine.vllm.recipes import recipe
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS, disk
@@ -141,7 +142,7 @@ def test_the_decode_node_has_what_was_said_from_tiers_and_pulls_just_the_rest(
     assert decode["tiers"]["ours/disk"].get("load_failures", 0) == 0
 
     prompt = spoken_by(turns[0]) + documents(1, SAID, 100)[0]
-    first = pair.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+    first = pair.prefill.ask(prompt, 1, TO_PREFILL)
     assert damage_blocks(tmp_path / "decode", lambda key: True)
     turns.append((prompt, pair.decode.ask(prompt, ANSWER, first["params"])["tokens"]))
     damaged = pair.decode.measured(HITS)
@@ -154,7 +155,7 @@ def test_the_decode_node_has_what_was_said_from_tiers_and_pulls_just_the_rest(
     turns.append((filler, pair.decode.ask(filler, ANSWER, {})["tokens"]))
     prompt = spoken_by(turns[-2]) + documents(1, SAID, 102)[0]
     known = BLOCK_TOKENS * full(len(prompt) - SAID)
-    first = pair.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+    first = pair.prefill.ask(prompt, 1, TO_PREFILL)
     before = pair.decode.measured(HITS)
     pair.prefill.kill()
     turns.append((prompt, pair.decode.ask(prompt, ANSWER, first["params"])["tokens"]))
@@ -184,7 +185,7 @@ def test_each_side_and_the_server_are_killed_and_started_and_no_other_request_fa
 
     for number, kill in enumerate((kill_prefill, restart_decode, server.kill)):
         prompt = spoken_by(turns[-2]) + documents(1, SAID, 10 + number)[0]
-        first = pair.prefill.ask(prompt, 1, ASKS_TO_PREFILL)
+        first = pair.prefill.ask(prompt, 1, TO_PREFILL)
         kill()
         turns.append((prompt, pair.decode.ask(prompt, ANSWER, first["params"])["tokens"]))
         if kill is kill_prefill:
