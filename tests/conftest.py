@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [one for one in items if "cells" not in getattr(one, "fixturenames", ())]
         items[:] = [one for one in items if one not in others]
         config.hook.pytest_deselected(items=others)
+
+
+@pytest.fixture(autouse=True)
+def own_loggers() -> None:
+    """Log as in a process of its own: a test before may have loaded vLLM's plugins, which make our
+    loggers children of vLLM's, at its level."""
+    for log in map(logging.getLogger, ("tiers", "spec")):
+        log.parent = logging.getLogger()
+        log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
