@@ -85,7 +85,7 @@ def stand_in() -> Iterator[Counts]:
         for name, one in in_place.items():
             stack.enter_context(patch.object(torch.cuda, name, one))
         stack.enter_context(patch.object(cuda, "open_copies", copies))
-        stack.enter_context(patch.object(cuda, "open_batch", lambda *args: _Taken(counts)))
+        stack.enter_context(patch.object(cuda, "open_bus", lambda *args: Bus(_Taken(counts))))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda self: self))
         yield counts
 

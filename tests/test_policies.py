@@ -22,6 +22,8 @@ from tests.support.plugin_packages import write_package
 from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, measured, total
 from tests.test_readme import blocks
 from tiers.connector.scheduler.admission import ThresholdAdmission
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.contract.stats import STATE, STATES
 from tiers.cpu.eviction import ArcEviction, LruEviction
 from tiers.guarded_policies import GuardedEviction
 from tiers.lab.replay import ReplayEngine, answer
@@ -87,6 +89,19 @@ def serve(spec: ChainSpec) -> ReplayEngine:
     return engine
 
 
+def shown(engine: ReplayEngine, tier: str) -> str:
+    """The tier's state in the metrics."""
+    return STATES[int(measured(engine, STATE, tier))]
+
+
+def why(engine: ReplayEngine) -> str:
+    """What `kvtiers status` says of the first tier."""
+    assert engine.connector is not None
+    first = engine.connector.children[0]
+    assert isinstance(first, OffloadingScheduler)
+    return first.condition()[1]
+
+
 def test_the_pages_kit_passes(tmp_path: Path) -> None:
     place = written(tmp_path, MODULE)
     (place / "test_frequency.py").write_text(KIT)
@@ -104,6 +119,7 @@ def test_a_tier_evicts_and_stores_by_the_pages_policies(tmp_path: Path, package:
         assert total(engine, "loaded_tokens") > 0
         assert total(engine, "store_deferred") > 0
         assert measured(engine, "stored_bytes", "disk") > 0, "what came again is on disk"
+        assert [shown(engine, tier) for tier in ("cpu", "disk")] == ["open", "open"]
     finally:
         close(engine)
 
@@ -132,6 +148,8 @@ def test_a_policy_that_fails_ends_alone(
         engine = serve(chain_of(cpu(24, eviction="frequency")))
     try:
         assert total(engine, "loaded_tokens") > 0
+        assert shown(engine, "cpu") == "degraded"
+        assert "frequency has failed" in why(engine)
     finally:
         close(engine)
     lines = [r.message for r in caplog.records if "frequency has failed" in r.message]
@@ -158,6 +176,8 @@ def test_an_admission_that_fails_ends_alone(
         engine = serve(chain_of(disk(tmp_path / "d", admission="soon")))
     try:
         assert total(engine, "loaded_tokens") > 0
+        assert shown(engine, "disk") == "degraded"
+        assert "soon has failed" in why(engine)
     finally:
         close(engine)
     assert sum("soon has failed" in record.message for record in caplog.records) == 1

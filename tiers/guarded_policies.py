@@ -22,12 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Asked(Generic[P]):
-    """A policy until its first fault, then the default. `name` is for the log."""
+    """A policy until its first fault, then the default. `name` is for the log. `warning`: what has
+    become of it, for the operator; empty: nothing."""
 
     def __init__(self, make: Callable[[], P], default: P, name: str) -> None:
         self.policy: P | None = None
         self.default: P = default
         self._name = name
+        self.warning = ""
         self.policy = self.ask(lambda _: make(), None)
 
     def ask(self, call: Callable[[P], T], otherwise: T) -> T:
@@ -37,13 +39,11 @@ class _Asked(Generic[P]):
         # The one place for policies: nothing may reach the engine.
         except Exception as error:
             self.policy = None
-            logger.error(
-                "%s has failed, and %s decides instead: %s",
-                self._name,
-                type(self.default).__name__,
-                describe_error(error),
-                exc_info=error,
+            instead = type(self.default).__name__
+            self.warning = (
+                f"{self._name} has failed, and {instead} decides instead: {describe_error(error)}"
             )
+            logger.error("%s", self.warning, exc_info=error)
             return otherwise
 
 
@@ -56,6 +56,10 @@ class GuardedEviction(EvictionPolicy):
     ) -> None:
         self._asked = _Asked(lambda: _with_queues(policy(capacity)), default, name)
         self.queues = 1 if self._asked.policy is None else self._asked.policy.queues  # type: ignore[misc]
+
+    def warning(self) -> str:
+        """See `Warns`."""
+        return self._asked.warning
 
     def resize(self, capacity: int) -> None:
         self._asked.ask(lambda policy: policy.resize(capacity), None)
@@ -87,6 +91,10 @@ class GuardedAdmission(AdmissionPolicy):
     ) -> None:
         self._asked = _Asked(lambda: policy(threshold), default, name)
         super().__init__(threshold)
+
+    def warning(self) -> str:
+        """See `Warns`."""
+        return self._asked.warning
 
     @property
     def threshold(self) -> int:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.gpu.stub_driver import Driver
 from tiers.gpu import cuda
-from tiers.gpu.bus import Batch
+from tiers.gpu.bus import Batch, Bus
 
 Site = tuple[str, int]
 """A line of code: the end of its file's path, and its number."""
@@ -166,9 +166,9 @@ class Model:
         assert stream is self._current[-1] is not self.compute
         stream.put(operation)
 
-    def open_batch(self, device: object, stream: Stream) -> Batch | None:
-        """As `open_batch`, which tries nothing here."""
-        return Batch(self.driver) if self.has_batches else None
+    def open_bus(self, device: object, stream: Stream) -> Bus:
+        """As `open_bus`, which tries nothing here."""
+        return Bus(Batch(self.driver) if self.has_batches else None)
 
     def is_taken_away(self) -> bool:
         """Whether one of the lines that lead here is the one whose wait is left out."""
@@ -258,7 +258,7 @@ class Model:
         patch.setattr(torch.cuda, "synchronize", model.synchronize)
         patch.setattr(torch.cuda, "stream", model.on)
         patch.setattr(torch.cuda, "device", model.device)
-        patch.setattr(cuda, "open_batch", model.open_batch)
+        patch.setattr(cuda, "open_bus", model.open_bus)
 
 
 class Operations(TorchFunctionMode):

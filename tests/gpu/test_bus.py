@@ -15,7 +15,7 @@ from tests.gpu.cuda_model import Model
 from tests.gpu.streamed_engine import STREAMS
 from tests.gpu.stub_driver import Driver, Operation
 from tests.support.replay_chains import SLOT
-from tiers.gpu.bus import Run, open_batch, runs
+from tiers.gpu.bus import Run, open_bus, runs
 from tiers.host import slot_memory
 from tiers.host.slot_memory import pinned_together
 
@@ -72,6 +72,7 @@ def test_a_driver_that_refuses_is_not_asked_again(
     assert (ours.model.driver.batches, ours.model.driver.copies) == (1, 0)
     (said,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
     assert "error 801" in said.getMessage()
+    assert ours.copier.warning() == said.getMessage()
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -96,7 +97,7 @@ def test_both_ways_may_find_out_at_once(refuses: bool, monkeypatch: pytest.Monke
 def opened(driver: object, caplog: pytest.LogCaptureFixture) -> bool:
     """Whether batches of this driver are used."""
     caplog.set_level(logging.INFO)
-    return open_batch(torch.device("cpu"), STREAM, lambda name: driver) is not None
+    return open_bus(torch.device("cpu"), STREAM, lambda name: driver).batch is not None
 
 
 def test_one_that_copies_right_is_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +129,8 @@ def test_one_that_refuses_is_not(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(lambda stream, operation: queued.append(operation))
     driver.code = 1
     stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: ended.append(len(queued)))
-    assert open_batch(torch.device("cpu"), stream, lambda name: driver) is None
+    bus = open_bus(torch.device("cpu"), stream, lambda name: driver)
+    assert bus.batch is None and "answers with error 1" in bus.warning
     assert "error 1" in caplog.text
     assert ended == [len(queued)] and queued
 
@@ -162,6 +164,7 @@ def test_one_without_the_function_whose_arguments_are_known_is_not(
     def missing(name: str) -> object:
         raise OSError(f"{name} is not here")
 
-    assert open_batch(torch.device("cpu"), STREAM, missing) is None
+    bus = open_bus(torch.device("cpu"), STREAM, missing)
+    assert bus.batch is None and not bus.warning, "an older driver is no fault"
     assert "libcuda.so.1 is not here" in caplog.text
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]

@@ -102,7 +102,7 @@ def test_the_driver_copies_batches() -> None:
         bus.Batch(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError) as error:
         pytest.skip(str(error))
-    assert bus.open_batch(torch.device("cuda", 0), torch.cuda.Stream()) is not None
+    assert bus.open_bus(torch.device("cuda", 0), torch.cuda.Stream()).batch is not None
 
 
 @needs_cuda

@@ -13,6 +13,8 @@ import torch
 from spec.chain import ChainSpec
 from tests.gpu.test_copier import DEVICES
 from tests.support.replay_chains import MODEL, RECURRENT, SLOT, measured, workload
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.contract.stats import STATE, STATES
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import CpuCopier
@@ -54,6 +56,26 @@ class Counting(CpuCopier):
     def gather(self, *args: Any) -> Any:
         type(self).gathers += 1
         return super().gather(*args)
+
+
+class Warned(CpuCopier):
+    """A copier whose driver refuses."""
+
+    def warning(self) -> str:
+        return "the driver refuses"
+
+
+def test_a_copier_that_warns_shows_in_the_state_of_its_tiers() -> None:
+    chain = ChainSpec(version=1, tiers=(CpuSpec(type="cpu", capacity=64 * SLOT),))
+    engine = ReplayEngine(chain, MODEL, num_blocks=64, open_copier=Warned)
+    engine.generate([1] * 40, 2)
+    engine.settle()
+    assert STATES[int(measured(engine, STATE, "cpu"))] == "degraded"
+    assert engine.connector is not None
+    first = engine.connector.children[0]
+    assert isinstance(first, OffloadingScheduler)
+    assert first.condition() == ("degraded", "the driver refuses")
+    engine.close()
 
 
 def test_a_step_gathers_once_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,10 @@ class Copier(Protocol):
     def cpus(self) -> frozenset[int]:
         """The processors near it, for threads that touch that memory; none: all are as near."""
 
+    def warning(self) -> str:
+        """Why it copies more slowly than it should, for the operator; empty: it does not. Asked
+        every step."""
+
     def fence(self) -> Fence:
         """Mark the work queued on the engine's device so far, for `scatter`."""
 

@@ -8,6 +8,7 @@ from itertools import compress, takewhile
 from operator import ne
 
 from spec.policies import EvictionPolicy
+from tiers.guarded_policies import GuardedEviction
 from tiers.host.slots import Slots
 
 NOWHERE = 0
@@ -148,6 +149,10 @@ class SlotResidency:
         self._skipped, self._overdue = policy.queues + 1, policy.queues + 2
         self._queues = SlotQueues(pool.num_slots, policy.queues + 2)
         pool.add_evictor(self.evict_one, self._idle)
+
+    def warning(self) -> str:
+        """What became of a plugin's policy; see `Warns`."""
+        return self._policy.warning() if isinstance(self._policy, GuardedEviction) else ""
 
     def _used(self, slots: Sequence[int]) -> None:
         """Count these resident slots as used now, the last of them most."""

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 DRIVER = "libcuda.so.1"
 BATCHED = "cuMemcpyBatchAsync"
+_ONE_BY_ONE = "each run of slots is copied by a call of its own"
 _AS_OF = 12080
 """The CUDA whose function is asked for. That of 13 takes other arguments; its drivers have both."""
 _IN_STREAM_ORDER = 1
@@ -107,24 +108,24 @@ class Batch:
         return self.queue(places, len(sizes), stream)
 
 
-def open_batch(
+def open_bus(
     device: torch.device, stream: HasStream, load: Callable[[str], Any] = ctypes.CDLL
-) -> Batch | None:
-    """The driver's batched copy, if there is one and it copies here what was sent. `stream`: one
-    that is not the default, which the driver refuses. `load`: finds the driver."""
+) -> Bus:
+    """With the driver's batched copy, if there is one and it copies here what was sent. `stream`:
+    one that is not the default, which the driver refuses. `load`: finds the driver."""
     try:
         batch = Batch(load(DRIVER))
     except (OSError, AttributeError) as error:
-        logger.info("each run of slots is copied by a call of its own: %s", error)
-        return None
+        logger.info("%s: %s", _ONE_BY_ONE, error)
+        return Bus(None)
     try:
         why = _fault(batch, device, stream)
     except RuntimeError as error:  # there is no memory to try it with, or the device has failed
         why = f"could not be tried: {error}"
+    bus = Bus(batch)
     if why:
-        logger.warning("each run of slots is copied by a call of its own: %s %s", BATCHED, why)
-        return None
-    return batch
+        bus.do_without(why)
+    return bus
 
 
 def _fault(batch: Batch, device: torch.device, stream: HasStream) -> str:
@@ -169,10 +170,12 @@ def near_device(
 
 class Bus:
     """Queues copies on the current stream. What leaves and what arrives may be called by a thread
-    each. `batch`: without one each run is a copy."""
+    each. `batch`: without one each run is a copy. `warning`: why the driver's is not used although
+    there is one, for the operator; empty: it is used, or there is none."""
 
     def __init__(self, batch: Batch | None) -> None:
-        self._batch = batch
+        self.batch = batch
+        self.warning = ""
         # Without it two threads could both say that the driver refused.
         self._lock = threading.Lock()
 
@@ -216,7 +219,7 @@ class Bus:
     ) -> bool:
         """Whether the driver has queued all. What it has queued of a batch that it refuses does no
         harm: the same is copied once more, behind it."""
-        batch = self._batch
+        batch = self.batch
         if batch is None:
             return False
         width, row, row_stride = rows.shape[1], rows.data_ptr(), rows.stride(0)
@@ -228,16 +231,13 @@ class Bus:
         stream = torch.cuda.current_stream(staged.device).cuda_stream
         code = batch.copy(targets, sources, sizes, stream)
         if code:
-            self._do_without(code)
+            self.do_without(f"answers with error {code}")
         return not code
 
-    def _do_without(self, code: int) -> None:
+    def do_without(self, why: str) -> None:
+        """Copy each run by itself from now on, and say so once."""
         with self._lock:
-            is_first, self._batch = self._batch is not None, None
+            is_first, self.batch = self.batch is not None, None
+            self.warning = self.warning or f"{_ONE_BY_ONE}: {BATCHED} {why}"
         if is_first:
-            logger.warning(
-                "each run of slots is copied by a call of its own from now on: %s answered with "
-                "error %d",
-                BATCHED,
-                code,
-            )
+            logger.warning("%s", self.warning)

@@ -46,6 +46,9 @@ class CpuCopier:
         self.payload_bytes = self._paged.payload_bytes
         self._thread = io_executor(1, "gather")
 
+    def warning(self) -> str:
+        return ""
+
     def fence(self) -> _Done:
         """The engine's work on the CPU is done when it calls us."""
         return _ENDED

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from tiers.concurrency.executors import io_executor
-from tiers.gpu.bus import Bus, near_device, open_batch
+from tiers.gpu.bus import near_device, open_bus
 from tiers.gpu.pages import Copies, PageCopies, PagedKV
 from tiers.host.slot_memory import slot_stride
 
@@ -129,6 +129,10 @@ class CudaCopier:
         shared = staging or Staging(self._device, self._stride)
         self._out, self._in, self._bus = shared.out, shared.into, shared.bus
         self._loading, self._thread = shared.loading, shared.thread
+
+    def warning(self) -> str:
+        """Why copies over the bus take longer than they should; see `Copier`."""
+        return self._bus.warning
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -304,7 +308,7 @@ class Staging:
             self.out, self.into = (Ring(device, stride) for _ in range(2))
             # The engine's stream may still zero that memory, and use what it was before.
             torch.cuda.synchronize(device)
-            self.bus = Bus(open_batch(device, self.out.emptying))
+            self.bus = open_bus(device, self.out.emptying)
         # Two loaders between each other's waves would fill memory that the other has not emptied.
         self.loading = threading.Lock()
         self.thread = io_executor(1, "gather")

@@ -63,20 +63,25 @@ process ends."""
 class Health(NamedTuple):
     """How a tier does. `reads`, `writes`: calls go through now. `reads_up`, `writes_up`: the last
     one worked. When a retry is due, calls go through although the last one failed. `opening`: it
-    has yet to open for the first time. `is_short`: it works, with less room than its settings
-    ask for. `why`: the last error, or what it warns of, where it does not work as it should."""
+    has yet to open for the first time. `is_degraded`: it works, and not as its settings ask for.
+    `why`: the last error, or what it warns of, where it does not work as it should."""
 
     reads: bool
     writes: bool
     reads_up: bool
     writes_up: bool
     opening: bool = False
-    is_short: bool = False
+    is_degraded: bool = False
     why: str = ""
 
 
 HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
 FAILED = Health(reads=False, writes=False, reads_up=False, writes_up=False)
+
+
+def warned(why: str, health: Health = HEALTHY) -> Health:
+    """The health of what also warns of something; nothing: an empty text."""
+    return health._replace(is_degraded=True, why=health.why or why) if why else health
 
 
 class Guarded(StoreWrapper):
@@ -148,9 +153,9 @@ class Guarded(StoreWrapper):
     @property
     def health(self) -> Health:
         self._notice_late()
-        late, is_open, is_short = self._late, self._is_open, bool(self._warning)
+        late, is_open, is_degraded = self._late, self._is_open, bool(self._warning)
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
-        if are_closed and is_open and not is_short:
+        if are_closed and is_open and not is_degraded:
             return HEALTHY  # asked several times a request
         reads = (self._reads, self._looks)
         return Health(
@@ -159,7 +164,7 @@ class Guarded(StoreWrapper):
             reads_up=is_open and all(breaker.is_closed for breaker in reads),
             writes_up=is_open and self._writes.is_closed,
             opening=late is not None and late.is_opening,
-            is_short=is_short,
+            is_degraded=is_degraded,
             why=self._why(),
         )
 

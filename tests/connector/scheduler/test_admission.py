@@ -73,9 +73,9 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
     requests, offers = RequestTable(EngineInfo({}, 4, 4, 9)), Offers([7], [b"key"], [1])
     events = KVEvents(Place("tier", "STORAGE", True), requests)
-    tier = Tier("tier", requests, Tenants("tier", {}), events)
+    tier = Tier("tier", requests, rules(clock), Tenants("tier", {}), events)
     tier.opened(OpenTier(TierManager(), SlotPool(1), block_bytes=1))
-    stores = TierStores(tier, Jobs(1), rules(clock), TierHints(tier, clock), promote=False)
+    stores = TierStores(tier, Jobs(1), TierHints(tier, clock), promote=False)
     tier.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
     assert stores.claim(offers, [True]) == ({}, {7: "store_dropped_down"})
     tier.update({1: HEALTHY})

@@ -123,6 +123,10 @@ class Admission:
         most = (self._budget or 0.0) * BURST
         self._left = most if before is None else min(self._left, most)
 
+    def warning(self) -> str:
+        """What became of a plugin's policy; see `Warns`."""
+        return self._policy.warning() if isinstance(self._policy, GuardedAdmission) else ""
+
     def most_inflight(self, block_bytes: int, slots: int) -> int:
         """How many blocks may be in flight into the tier, of a pool of `slots`.
 

@@ -8,7 +8,8 @@ from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.contract.messages import SlotMove
 from tiers.host.slots import Demotes, Residency, Resizes, SlotPool
-from tiers.wrappers.guard import Health
+from tiers.store import Warns
+from tiers.wrappers.guard import Health, warned
 from tiers.wrappers.guarded_residency import health_of
 
 LOOK_BACK = 64
@@ -31,6 +32,7 @@ class HostManager(TierManager):
     ) -> None:
         """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency
+        self._warns = residency if isinstance(residency, Warns) else None
         self._pool = pool
         self._changes = Changes()
         self._on_evict = on_evict
@@ -212,7 +214,9 @@ class HostManager(TierManager):
             pool.release(slot)
 
     def health(self) -> Health:
-        """Memory works; a plugin's bookkeeping may not."""
+        """Memory works; a plugin's bookkeeping, or its policy, may not."""
+        if self._warns is not None:
+            return warned(self._warns.warning())
         return health_of(self._residency)
 
     def slots_kept(self) -> int:

@@ -72,10 +72,10 @@ class OffloadingScheduler(SchedulerConnector):
         self._hit_source = spec.hit_source
         self._spec, self._opener = spec, opener
         events = KVEvents(place_of(spec), requests, describes)
-        self._tier = tier = Tier(spec.tier_name, requests, tenants, events)
+        self._tier = tier = Tier(spec.tier_name, requests, admission, tenants, events)
         self._jobs = Jobs(requests.engine.world_size)
         self._hints = TierHints(tier, now)
-        self._stores = TierStores(tier, self._jobs, admission, self._hints, promote)
+        self._stores = TierStores(tier, self._jobs, self._hints, promote)
         self._stores.is_paused = not spec.may_store
         self._loads: list[LoadJob] = []
         self._handshakes: dict[int, WorkerHandshake] = {}

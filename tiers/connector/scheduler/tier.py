@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiers.connector.policy.request_state import RequestState, RequestTable
-from tiers.connector.scheduler.admission import Tenants
+from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenTier
 from tiers.contract.stats import STATE, STATES, TierStats
-from tiers.wrappers.guard import FAILED, Health
+from tiers.wrappers.guard import FAILED, Health, warned
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,16 @@ class Tier:
     """
 
     def __init__(
-        self, name: str, requests: RequestTable, tenants: Tenants, kv_events: KVEvents
+        self,
+        name: str,
+        requests: RequestTable,
+        admission: Admission,
+        tenants: Tenants,
+        kv_events: KVEvents,
     ) -> None:
         self.name = name
         self.requests = requests
+        self.admission = admission
         self.tenants = tenants
         self.kv_events = kv_events
         self.open = NOT_OPEN
@@ -166,7 +172,10 @@ class Tier:
 
     def _health(self) -> list[Health]:
         """Its health as this process and each worker find it."""
-        return [self.open.manager.health(), *self._workers.values()] if self.usable else [FAILED]
+        if not self.usable:
+            return [FAILED]
+        here = warned(self.admission.warning(), self.open.manager.health())
+        return [here, *self._workers.values()]
 
     def condition(self) -> tuple[str, str]:
         """One of `STATES`, and the last error where that is not open. May be called by any thread;
@@ -184,7 +193,7 @@ class Tier:
             return "opening"
         if not reads and not writes:
             return "down"
-        is_whole = reads and writes and not any(health.is_short for health in each)
+        is_whole = reads and writes and not any(health.is_degraded for health in each)
         return "open" if is_whole else "degraded"
 
     def gauges(self) -> dict[str, float]:

@@ -15,7 +15,6 @@ from tiers.connector.policy.request_state import (
     Scheduled,
 )
 from tiers.connector.policy.tenant_counts import tenant_of
-from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.jobs import Jobs, PendingStore
 from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
@@ -118,9 +117,7 @@ class Claimed(NamedTuple):
 class TierStores:
     """The storing half of one tier's scheduler; used by the scheduler's thread alone."""
 
-    def __init__(
-        self, tier: Tier, jobs: Jobs, admission: Admission, hints: TierHints, promote: bool
-    ) -> None:
+    def __init__(self, tier: Tier, jobs: Jobs, hints: TierHints, promote: bool) -> None:
         """`promote`: whether loaded blocks are stored, too."""
         self.is_paused = False
         """Whether nothing more is stored: the operator wishes so, or the tier leaves the chain."""
@@ -128,7 +125,7 @@ class TierStores:
         """Slots that stores in flight hold."""
         self._tier = tier
         self._jobs = jobs
-        self._admission = admission
+        self._admission = tier.admission
         self._hints = hints
         self._promote = promote
         self._retries = RETRIES

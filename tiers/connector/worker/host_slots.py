@@ -301,6 +301,10 @@ class HostSlots:
         assert self._copier is not None, "register_kv_caches comes first"
         return self._copier
 
+    def copier_warning(self) -> str:
+        """See `Copier.warning`; may be asked before the paged KV is registered."""
+        return "" if self._copier is None else self._copier.warning()
+
     @property
     def memory(self) -> SlotMemory:
         """The slots' bytes; only once the paged KV is registered."""

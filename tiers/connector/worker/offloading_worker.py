@@ -42,7 +42,7 @@ from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import ALIGNMENT, slots_within
 from tiers.store import GatheredBlock, Prefix, batch_blocks
-from tiers.wrappers.guard import HEALTHY, Guarded
+from tiers.wrappers.guard import HEALTHY, Guarded, warned
 from tiers.wrappers.opening import log_name, open_guarded
 
 logger = logging.getLogger(__name__)
@@ -509,6 +509,7 @@ class OffloadingWorker(WorkerConnector):
             self._totals = totals
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY if self._store is None else self._store.health
+        health = warned(self._host.copier_warning(), health)
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
         handshake = None if self._sent_handshake else self.get_handshake_metadata()
