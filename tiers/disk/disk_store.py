@@ -248,7 +248,8 @@ class DiskStore(Capable):
         return self._damaged.total
 
     def _spread(self, job: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
-        """Run `job` on each item on the I/O threads; return the outcomes in order."""
+        """Run `job` on each item, on this thread and the I/O threads; return the outcomes in
+        order."""
         lanes = min(THREADS, len(items))
         if lanes <= 1:
             return [job(item) for item in items]
@@ -267,7 +268,8 @@ class DiskStore(Capable):
 
         futures: list[Future[None]] = []
         try:
-            futures.extend(self._folder.threads.submit(run) for _ in range(lanes))
+            futures.extend(self._folder.threads.submit(run) for _ in range(lanes - 1))
+            run()
         finally:
             wait(futures)  # a process that ends takes no more calls; none may outlive this one
         for future in futures:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,7 +31,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
-from spec.registry import make_tier
+from spec.registry import make_tier, opens_ours
+from tiers.block import digest
 from tiers.concurrency.executors import io_executor
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
@@ -39,7 +40,7 @@ from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.contract.generation import Generation, space_of
 from tiers.engine.vllm_hosting import HostingEngine
-from tiers.errors import TierUnusable
+from tiers.errors import RecordError, TierUnusable
 from tiers.host.slot_memory import SlotMemory
 from tiers.store import Block, LocalIndex, batch_blocks, capability
 from tiers.wrappers.guard import Guarded
@@ -56,6 +57,8 @@ READERS = 2
 PART_BYTES = 4 << 20
 """Of rows that are copied and moved at once: they stay in the processor's caches between the two.
 At 32 MiB a batch of 128 MiB took half as much more processor time."""
+LOCKS = 8
+"""Of a job: so many of its rows may be copied or checksummed at once."""
 LOAD_SECONDS = 5.0
 """Seconds after which a block that is still being loaded is a miss."""
 STORE_SECONDS = 10.0
@@ -84,32 +87,42 @@ class RowJob:
         self.arrived: set[bytes] = set()
         self.began = time.monotonic()
         self.lanes: list[Future[None]] = []
-        self._is_over = False
-        self._lock = threading.Lock()
+        self.is_over = False
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
 
-    def copy(self, source: memoryview, target: memoryview) -> bool:
-        """Copy one row; return whether the job still has it."""
-        with self._lock:
-            if not self._is_over:
+    def copy(self, row: int, source: memoryview, target: memoryview) -> bool:
+        """Copy from or to a row; return whether the job still has it."""
+        with self._locks[row % LOCKS]:
+            if not self.is_over:
                 np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-            return not self._is_over
+            return not self.is_over
 
-    def arrive(self, names: Iterable[bytes]) -> None:
-        """Note these, while anyone waits for them."""
-        with self._lock:
-            if not self._is_over:
+    def checksum(self, row: int, payload: memoryview) -> bytes:
+        """The digest of a row. Raises RecordError once the job has it no more."""
+        with self._locks[row % LOCKS]:
+            if self.is_over:
+                raise RecordError("vLLM has taken the row back")
+            return digest(payload)
+
+    def arrive(self, names: Iterable[bytes]) -> bool:
+        """Note these, while anyone waits for them; return whether the job still has its rows."""
+        with self._locks[0]:
+            if not self.is_over:
                 self.arrived.update(names)
+            return not self.is_over
 
     def has_ended(self, now: float) -> bool:
         """Whether all is done, or will not be waited for any longer."""
         limit = LOAD_SECONDS if self.job.is_promotion else STORE_SECONDS
-        is_late = self._is_over or now > self.began + limit
+        is_late = self.is_over or now > self.began + limit
         return is_late or all(lane.done() for lane in self.lanes)
 
     def end(self) -> None:
-        """Touch no row any more: vLLM uses them for others. Waits for the copy of one row."""
-        with self._lock:
-            self._is_over = True
+        """Copy no row any more: vLLM uses them for others. Waits for copies of single rows."""
+        self.is_over = True
+        for lock in self._locks:
+            with lock:
+                pass  # who takes it from now on sees the end
         for lane in self.lanes:
             lane.cancel()
 
@@ -118,6 +131,32 @@ class RowJob:
         if not all(lane.done() and not lane.cancelled() for lane in self.lanes):
             return False
         return next(filter(None, (lane.exception() for lane in self.lanes)), True)
+
+
+class RowBlock(Block):
+    """A block that is stored straight from its row, which vLLM gives to no other before the job is
+    reported. A store that is too late for that may write another block's bytes, but not under a
+    checksum of theirs: the record is damaged then."""
+
+    _job: RowJob
+    _row: int
+
+    def __new__(cls, key: bytes, payload: memoryview, job: RowJob, row: int) -> RowBlock:
+        self = super().__new__(cls, key, payload.toreadonly())
+        self._job, self._row = job, row
+        return self
+
+    @property
+    def checksum(self) -> bytes:
+        """As it is read for the store, and still in the processor's caches. Raises RecordError."""
+        return self._job.checksum(self._row, self.payload)
+
+    def readonly(self) -> RowBlock:
+        return self
+
+    def has_changed(self) -> bool:
+        """Whether what was read until now may be another block's."""
+        return self._job.is_over
 
 
 @dataclass
@@ -195,7 +234,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._opener = io_executor(1, "open")
         self._reader = io_executor(READERS, "fetch")
         self._writer = io_executor(1, "store")
-        self._copier = io_executor(1, "gather")
+        # One that verifies by a way of its own may checksum what is no more the block.
+        self._lends = opens_ours(spec) or not spec.verifies
         self._part_blocks = min(batch_blocks(self._row_bytes), PART_BYTES // self._row_bytes) or 1
         self._scratch = threading.local()
         self._join()
@@ -301,7 +341,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
                 blocks = self._blocks(job, some)
                 loaded = store.get(blocks)
                 for (name, row), is_loaded, block in zip(some, loaded, blocks, strict=True):
-                    if is_loaded and job.copy(block.payload, self._row(row)):
+                    if is_loaded and job.copy(row, block.payload, self._row(row)):
                         job.arrive([name])
 
     # -- storing -----------------------------------------------------------------------------
@@ -323,26 +363,24 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._begin(job_metadata, pairs, self._writer.submit, self._put, 1)
 
     def _put(self, job: RowJob, store: Guarded) -> None:
-        """A part is copied from its rows while the one before is stored."""
-        ahead = self._copier.submit(self._gathered, job, 0)
-        for number in range(1, len(job.parts) + 1):
-            some, blocks = ahead.result()
-            if number < len(job.parts):
-                ahead = self._copier.submit(self._gathered, job, number)
-            if len(blocks) < len(some):
+        for some in job.parts:
+            blocks = self._lent(job, some) if self._lends else self._copied(job, some)
+            if job.is_over:
                 return
             held = store.put(blocks)
-            job.arrive(name for (name, _), is_held in zip(some, held, strict=True) if is_held)
+            arrived = [name for (name, _), is_held in zip(some, held, strict=True) if is_held]
+            if not job.arrive(arrived) and self._lends:
+                store.drop([block.key for block in blocks])  # of rows that are others' by now
 
-    def _gathered(self, job: RowJob, number: int) -> tuple[Pairs, list[Block]]:
-        """A part of a job, and its blocks; fewer once the job has no rows any more."""
-        some = job.parts[number]
-        blocks = self._blocks(job, some, half=number % 2)
-        copies = (
-            job.copy(self._row(row), block.payload)
-            for (_, row), block in zip(some, blocks, strict=True)
-        )
-        return some, [*compress(blocks, copies)]
+    def _lent(self, job: RowJob, some: Pairs) -> list[Block]:
+        space = space_of(self._engine.namespace(), job.tag)
+        return [RowBlock(space + name, self._row(row), job, row) for name, row in some]
+
+    def _copied(self, job: RowJob, some: Pairs) -> list[Block]:
+        blocks = self._blocks(job, some)
+        for (_, row), block in zip(some, blocks, strict=True):
+            job.copy(row, self._row(row), block.payload)
+        return blocks
 
     # -- both --------------------------------------------------------------------------------
 
@@ -371,13 +409,12 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             run = partial(_transfer, self._engine.looked(), transfer, made, self._store)
             made.lanes += [submit(run) for _ in range(min(lanes, len(made.parts)))]
 
-    def _blocks(self, job: RowJob, some: Pairs, half: int = 0) -> list[Block]:
-        """Blocks of these names over one half of this thread's memory."""
+    def _blocks(self, job: RowJob, some: Pairs) -> list[Block]:
+        """Blocks of these names over this thread's memory."""
         if not hasattr(self._scratch, "memory"):
-            self._scratch.memory = SlotMemory(2 * self._part_blocks, self._row_bytes, pin=False)
+            self._scratch.memory = SlotMemory(self._part_blocks, self._row_bytes, pin=False)
         space = space_of(self._engine.namespace(), job.tag)
-        slots = range(half * self._part_blocks, (half + 1) * self._part_blocks)
-        payloads = map(self._scratch.memory.payload, slots)
+        payloads = map(self._scratch.memory.payload, range(len(some)))
         return [Block(space + name, to) for (name, _), to in zip(some, payloads, strict=False)]
 
     def _row(self, row: int) -> memoryview:
@@ -462,7 +499,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         wait([*chain.from_iterable(stores)], DRAIN_SECONDS)
         for job in self._jobs.values():
             job.end()
-        for executor in (self._opener, self._reader, self._writer, self._copier):
+        for executor in (self._opener, self._reader, self._writer):
             executor.shutdown(wait=False)
         if self._store is None and self._opening is not None:
             self._opening.add_done_callback(_close_opened)
