@@ -1,6 +1,6 @@
 # make demo     a prefix comes back from CPU memory, disk and Redis       ARGS="--json FILE"
-# make test     ruff, mypy and all tests                                  ARGS="-k disk"
-# make faults   every fault of docs/faults.md, those of make test too      ARGS="-k redis"
+# make test     ruff, mypy and all tests but those that take long         ARGS="-k disk"
+# make faults   what takes too long for make test; both break all of docs/faults.md   ARGS="-k redis"
 # make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
 #               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"
 # make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
@@ -48,7 +48,7 @@ test: lint
 	$(PYTESTS) "not faults and not compatibility" $(ARGS)
 
 faults: $(READY)
-	$(PYTESTS) "fault or faults" $(ARGS)
+	$(PYTESTS) faults $(ARGS)
 
 test-next: $(READY)
 ifdef VLLM

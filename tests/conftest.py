@@ -48,7 +48,8 @@ def own_loggers() -> None:
     loggers children of vLLM's, at its level."""
     for log in map(logging.getLogger, ("tiers", "spec")):
         log.parent = logging.getLogger()
-        log.setLevel(logging.NOTSET)
+        if log.level:
+            log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

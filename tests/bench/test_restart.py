@@ -13,6 +13,7 @@ pytestmark = pytest.mark.vllm
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.restart import Restarts, main
 
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # it starts sooner in one process
     # One real engine is enough: those that have just begun are started by the same lines.
     monkeypatch.setattr(Restarts, "begun", lambda self, warm, quiet: (2.0 if warm else 4.0, 1.0))
     few = ["--documents", "3", "--tokens", "200", "--quiet", "0", "--rounds", "1"]

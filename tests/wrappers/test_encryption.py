@@ -183,7 +183,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
         server: RedisServer = request.getfixturevalue("one_server")
         client: Any = redis.Redis.from_url(server.url)
         prefix = secrets.token_hex(8)
-        settings = {"url": server.url, "key_prefix": prefix}
+        settings = {"url": server.url, "key_prefix": prefix, "deadline": "30s"}
         spec = RedisSpec
 
         def read_all() -> bytes:
