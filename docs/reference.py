@@ -43,7 +43,7 @@ file, line, key and remedy. `kvtiers schema` prints its JSON Schema, for an edit
   nobody replaces it.
 - Sizes and rates hold for all ranks of an engine together.
 - Unknown keys are refused.
-- [spec/examples](../spec/examples) has chains for seven situations, each with its reasons.
+- [spec/examples](../spec/examples) has chains for eight situations, each with its reasons.
 """
 METRICS = f"""\
 # Metrics

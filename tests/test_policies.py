@@ -21,13 +21,11 @@ from spec.load import load_chain
 from tests.support.plugin_packages import write_package
 from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, measured, total
 from tests.test_readme import blocks
-from tiers.connector.scheduler.admission import ThresholdAdmission
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import STATE, STATES
 from tiers.cpu.eviction import ArcEviction, LruEviction
 from tiers.guarded_policies import GuardedEviction
 from tiers.lab.replay import ReplayEngine, answer
-from tiers.testing import AdmissionContract, EvictionContract
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "policies.md").read_text())
@@ -35,27 +33,6 @@ MODULE, KIT = (block.text for block in SHOWN if block.language == "python")
 (PROJECT,) = (tomllib.loads(block.text) for block in SHOWN if block.language == "toml")
 
 Package = Callable[[str], None]
-
-
-class TestLru(EvictionContract):
-    def make_policy(self, capacity: int) -> LruEviction:
-        return LruEviction(capacity)
-
-
-class TestArc(EvictionContract):
-    def make_policy(self, capacity: int) -> ArcEviction:
-        return ArcEviction(capacity)
-
-
-class FewCounts(ThresholdAdmission):
-    COUNTED = 4096
-
-
-class TestThreshold(AdmissionContract):
-    most_keys = FewCounts.COUNTED
-
-    def make_policy(self, threshold: int) -> ThresholdAdmission:
-        return FewCounts(threshold)
 
 
 def written(folder: Path, source: str) -> Path:
@@ -109,7 +86,7 @@ def test_the_pages_kit_passes(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(ROOT)])}
     done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 passed" in done.stdout
+    assert "14 passed" in done.stdout
 
 
 def test_a_tier_evicts_and_stores_by_the_pages_policies(tmp_path: Path, package: Package) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 
 from tests.mutants import __doc__ as about
-from tests.mutants.kits import open_kits
+from tests.mutants.kits import REPLACED, open_kits
 from tests.mutants.run import Outcome, try_mutants
 from tests.mutants.table import MUTANTS, SAMPLE
 
@@ -26,7 +26,7 @@ def main() -> None:
     chosen = [m for m in some if asked.only in m.what and asked.store in m.store]
     outcomes = []
     with open_kits({mutant.store for mutant in chosen}) as kits:
-        for outcome in try_mutants(chosen[part - 1 :: parts], kits):
+        for outcome in try_mutants(chosen[part - 1 :: parts], kits, REPLACED):
             outcomes.append(outcome)
             print(_line(outcome), flush=True)
     _sums(outcomes)
@@ -37,7 +37,7 @@ def _line(outcome: Outcome) -> str:
     fate = f"{outcome.test}: {outcome.why.splitlines()[0]}" if outcome.is_caught else outcome.why
     if not outcome.is_caught:
         equal = mutant.equal and f"equivalent: {mutant.equal}"
-        fate = f"SURVIVED {fate}{equal}"
+        fate = f"SURVIVED {fate}{equal}{mutant.survives}"
     return f"{mutant.store} {mutant.kind}: {mutant.what} [{outcome.seconds:.1f} s]\n    {fate:.160}"
 
 

@@ -97,12 +97,12 @@ MUTANTS = (
         "        self._folder.uses.record([index_key(key) for key in keys])\n",
         "        self._folder.uses.record([index_key(key) for key in keys[::-1]])\n",
     ),
-    # Survives: it shows only when upkeep has written uses down, seconds after them.
     EDIT.but(
         "eviction",
         "what is renewed keeps its age",
         '        self._delete("recency", STAMP.pack(entry.stamp))\n        self._enter(key, entry)\n        return True\n',
         "        return True\n",
+        survives="uses are noted in memory, too, and count until upkeep writes them, seconds later",
     ),
     ROOM.but(
         "eviction",
@@ -183,7 +183,13 @@ MUTANTS = (
         "            open_folders.leave(self._folder)\n",
         "            pass\n",
     ),
-    OPEN.but("leaks", "the I/O threads stay", "        self.threads.shutdown()\n", ""),
+    OPEN.but(
+        "leaks",
+        "the I/O threads stay",
+        "        self.threads.shutdown()\n",
+        "",
+        equal="threads of an executor that nobody holds end by themselves",
+    ),
     OPEN.but(
         "leaks",
         "the slabs stay open",
@@ -197,6 +203,7 @@ MUTANTS = (
         "a read goes on after the call",
         "        finally:\n            wait(futures)  # a process",
         "        finally:\n            pass  # a process",
+        equal="each result is waited for; a call is refused midway only where the process ends",
     ),
     SPEC.but(
         "spec",

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 @dataclass(frozen=True)
 class Mutant:
     """`edits`: texts of the file that occur once, each with what takes its place. `kind`: what
-    the defect is about. `equal`: why no test can tell it from the store; empty: one can."""
+    the defect is about. `equal`: why no test can tell it from the store; empty: one can.
+    `survives`: why the kit does not, although it is a defect."""
 
     store: str
     kind: str
@@ -19,6 +20,7 @@ class Mutant:
     file: str
     edits: tuple[tuple[str, str], ...]
     equal: str = ""
+    survives: str = ""
 
     @property
     def module(self) -> str:
@@ -42,7 +44,7 @@ class Source:
     store: str
     file: str
 
-    def but(self, kind: str, what: str, *edits: str, equal: str = "") -> Mutant:
+    def but(self, kind: str, what: str, *edits: str, equal: str = "", survives: str = "") -> Mutant:
         """The store, but with a defect: `edits` are an old text, a new one, and so on."""
         pairs = tuple(zip(edits[::2], edits[1::2], strict=True))
-        return Mutant(self.store, kind, what, self.file, pairs, equal)
+        return Mutant(self.store, kind, what, self.file, pairs, equal, survives)

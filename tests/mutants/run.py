@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -51,18 +51,23 @@ class Outcome:
 
 
 def try_mutants(
-    mutants: Iterable[Mutant], kits: dict[str, OpenKit], beside: int = 2
+    mutants: Iterable[Mutant],
+    kits: dict[str, OpenKit],
+    replaced: Set[str] = frozenset(),
+    beside: int = 2,
 ) -> Iterator[Outcome]:
     """Run the kit on each, `beside` at a time; yields as they end.
 
-    The modules that mutants are of must not have been imported by this process.
+    The modules that mutants are of must not have been imported by this process, unless their kits
+    import them anew (`replaced`).
     """
     waiting = list(mutants)[::-1]
     running: list[_Run] = []
     while waiting or running:
         while waiting and len(running) < beside:
             mutant = waiting.pop()
-            assert mutant.module not in sys.modules, f"{mutant.module} is imported already"
+            imported = sys.modules.keys() - replaced
+            assert mutant.module not in imported, f"{mutant.module} is imported already"
             running.append(_Run(mutant, kits[mutant.store]))
         select.select([run.pipe for run in running], [], [], 0.5)
         for run in list(running):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from tests.mutants import disk_mutants, redis_mutants, template_mutants
+from tests.mutants import (
+    disk_mutants,
+    packs_mutants,
+    policy_mutants,
+    redis_mutants,
+    shared_mutants,
+    template_mutants,
+)
 from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     *template_mutants.MUTANTS,
     *disk_mutants.MUTANTS,
     *redis_mutants.MUTANTS,
+    *packs_mutants.MUTANTS,
+    *shared_mutants.MUTANTS,
+    *policy_mutants.MUTANTS,
 )
 
 _SAMPLED = (

@@ -15,7 +15,7 @@ import pytest
 from spec.offloading import StoreContext
 from tests.support.clock import Clock, wait_for
 from tiers.errors import TierFull
-from tiers.remote import evictor
+from tiers.remote import directory_files, evictor
 from tiers.remote.directory_bucket import DirectoryBucket, KeptDirectory
 from tiers.remote.directory_files import TEMPORARY
 from tiers.remote.evictor import BEAT_SECONDS, TEMPORARY_SECONDS, Evictor
@@ -302,3 +302,89 @@ def test_upkeep_that_fails_ends_no_tier_and_goes_on(
         assert all(there(packs))
         failing[0] = False
         wait_for(lambda: sum(there(packs)) < 10)
+
+
+# ---- what a defect of the upkeep would cost (tests/mutants)
+
+
+def test_a_file_of_others_in_a_folder_of_packs_stays(place: Path) -> None:
+    packs = fill(place, [DAY] * 20)
+    notes = packs[0].with_name("notes")
+    notes.write_bytes(bytes(SIZE))
+    os.utime(notes, (0, 0))
+    keeper(place, 10 * SIZE, Clock()).step()
+    assert notes.exists() and sum(there(packs)) == 9
+
+
+def test_a_put_that_failed_takes_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(KeptDirectory(place, 10 * SIZE)) as bucket:
+
+        def full(*given: object) -> None:
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "writev", full)
+            for _ in range(20):
+                with pytest.raises(TierFull, match="full"):
+                    bucket.put(name_of(make_key()), [bytes(SIZE)])
+        assert bucket.put(name_of(make_key()), [bytes(SIZE)])
+
+
+def test_who_closes_it_leaves_the_lease_to_others_at_once(place: Path) -> None:
+    bucket = KeptDirectory(place, 10 * SIZE)
+    wait_for(lambda: bool(list(place.glob("upkeep/term-*"))))
+    bucket.close()
+    assert lease(place, Clock()).beat()
+
+
+def test_a_long_walk_keeps_the_lease(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else evicts meanwhile; and who has lost it ends its walk."""
+    packs, clock, watch = fill(place, [DAY] * 20), Clock(), Clock()
+    holder, other = keeper(place, 10 * SIZE, clock), lease(place, watch)
+    holder.step()
+    assert not other.beat() and sum(there(packs)) == 9
+    real = os.scandir
+
+    def slow(path: str) -> object:
+        if not path.endswith("upkeep"):
+            clock.now += WATCH_SECONDS / 3
+            watch.now += WATCH_SECONDS / 3
+            assert not other.beat(), "the holder is at work, and another has its lease"
+        return real(path)
+
+    fill(place, [DAY] * 20)
+    monkeypatch.setattr(os, "scandir", slow)
+    clock.now += 1000
+    holder.step()
+    monkeypatch.undo()
+    assert len([path for path in place.glob("?" * 32 + "/*/*") if path.is_file()]) == 9
+
+
+def test_the_lease_is_of_the_directorys_group(place: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        Lease(str(place), 0o2770).beat()
+    finally:
+        os.umask(before)
+    folder = place / "upkeep"
+    modes = [path.stat().st_mode & 0o7777 for path in (folder, *folder.iterdir())]
+    assert modes == [0o2770, 0o660]
+
+
+def test_a_pack_that_goes_while_it_is_counted_ends_no_round(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = fill(place, [DAY] * 20)
+    real = directory_files.entries
+
+    def entries(folder: str) -> object:
+        found = real(folder)
+        for pack in packs[:3]:
+            if folder == str(pack.parent):  # another host evicts it now
+                pack.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(directory_files, "entries", entries)
+    upkeep = keeper(place, 10 * SIZE, Clock())
+    upkeep.step()
+    assert sum(there(packs)) == 9

@@ -32,8 +32,8 @@ def example(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return copy
 
 
-def test_there_is_one_for_each_of_seven_situations() -> None:
-    assert len(EXAMPLES) == 7
+def test_there_is_one_for_each_of_eight_situations() -> None:
+    assert len(EXAMPLES) == 8
 
 
 def test_an_example_says_why_in_three_lines_and_validates(
@@ -62,7 +62,8 @@ def scaled(example: Path, servers: ExitStack, ranks: int) -> dict[str, Any]:
         blocks = 20 if tier["type"] == "cpu" else 256
         tier["capacity"] = blocks * SLOT * ranks
         if "path" in tier:
-            tier["path"] = str(example.parent / "disk")
+            (example.parent / tier["type"]).mkdir(0o700)
+            tier["path"] = str(example.parent / tier["type"])
     return chain
 
 

@@ -180,6 +180,8 @@ class Evictor:
         """All packs, as long as the lease is held; `leftovers`: watch and remove those, too."""
         seen: dict[str, tuple[int, int, float]] = {}
         for folder in fan_out(self._path):
+            if not self._beat():
+                return
             is_empty = True
             for number, (file, found) in enumerate(files(f"{self._path}/{folder}")):
                 is_empty = False

@@ -265,6 +265,8 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             assert listed(other.has(keys)) == [True] * 4
             assert self.hits(other, keys) == [True] * 4
             other.drop(keys[:1])
+            held = listed(one.has(keys))
+            assert held == [False, True, True, True], "has says what it remembers of others"
             assert self.hits(one, keys) == [False, True, True, True]
 
     def test_another_process_sees_what_was_put(self) -> None:
@@ -331,6 +333,8 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             damages = self.having(store, Damages)
             self.put(store, keys)
             before = damages.damaged()
+            assert self.hits(store, [make_key(), make_key()]) == [False] * 2
+            assert damages.damaged() == before, "a block that is not there counts as damaged"
             self.damage(store, keys[0])
             self.hits(store, keys)
             assert damages.damaged() > before

@@ -71,6 +71,18 @@ def failing_devices() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@contextmanager
+def failing_writes() -> Iterator[None]:
+    """Meanwhile files can be opened, made, read and named, and nothing is written into them."""
+
+    def fail(name: str) -> None:
+        if name in ("write", "writev", "pwrite", "pwritev"):
+            raise OSError(errno.EIO, "no write, says the kit")
+
+    with watched(fail):
+        yield
+
+
 def open_files() -> int:
     """File descriptors of this process, sockets too; 0 where that is not known."""
     with suppress(OSError):

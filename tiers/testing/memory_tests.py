@@ -9,8 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import SkipTest
 
-from tiers.errors import KVTiersError
+from spec.offloading import StoreContext
+from tiers.errors import KVTiersError, TierUnavailable
 from tiers.store import Block, TierStore
 from tiers.testing.devices import open_files, own_bytes
 from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
@@ -58,6 +62,36 @@ class MemoryTests(StoreUnderTest):
         assert more <= most, f"{more} files or connections are left of closed stores"
         more = threading.active_count() - threads
         assert more <= most, f"{more} threads are left of closed stores"
+
+    def test_a_place_that_was_closed_is_let_go(self) -> None:
+        """Also what all stores of one place share in this process."""
+        with TemporaryDirectory() as folder:
+            for number in range(_ROUNDS + 1):
+                place = Path(folder, str(number))
+                place.mkdir(0o700)
+                self._open_at(place)
+                if not number:
+                    files, threads = open_files(), threading.active_count()
+        most = _ROUNDS - 1
+        _settled(lambda: open_files() - files <= most)
+        _settled(lambda: threading.active_count() - threads <= most)
+        more = open_files() - files
+        assert more <= most, f"{more} files or connections are left of places that were closed"
+        more = threading.active_count() - threads
+        assert more <= most, f"{more} threads are left of places that were closed"
+
+    def _open_at(self, place: Path) -> None:
+        """Use the store that the spec's `scratch` leads to, and close it."""
+        moved = self.make_spec().scratch(place)
+        if moved is None:
+            raise SkipTest(f"{type(self.make_spec()).__name__} has no scratch")
+        store = moved.open(StoreContext(self.payload_bytes))
+        try:
+            self._store_and_drop(store)
+        except TierUnavailable:
+            raise SkipTest("a server would have to be started there") from None
+        finally:
+            store.close()
 
     def test_what_is_dropped_gives_its_memory_back(self) -> None:
         with self.opened() as store:

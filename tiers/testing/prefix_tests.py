@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections.abc import Sequence
 
 from tiers.store import Block, GatheredBlock, Packs, Prefix, TierStore, each
-from tiers.testing.harness import Memory, StoreUnderTest, make_key
+from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
 
 _BYTES = 4096
+_RACES = 12
 
 
 class PrefixTests(StoreUnderTest):
@@ -26,6 +29,8 @@ class PrefixTests(StoreUnderTest):
             for first in (0, 1, group - 1, group, len(keys) - 1):
                 self._load(store, keys, range(first, len(keys)))
             self._load(store, keys, range(0, len(keys), 3))
+            self._load(store, keys, [1, 1, 2, 2])  # requests that begin alike ask together
+            assert all(listed(store.has(keys))), "has of a whole prompt misses what was put"
             if self.shared:
                 with self.opened(_BYTES) as other:  # knows nothing of those
                     self._load(other, keys, range(group + 1, len(keys)))
@@ -69,6 +74,39 @@ class PrefixTests(StoreUnderTest):
             assert not self._hits(store, keys, [at])[0], "a dropped block is served"
             self._put_prompt(store, keys)
             self._load(store, keys, range(len(keys)))
+
+    def test_two_that_store_what_begins_alike_at_once(self) -> None:
+        """Each finds its own prompt whole, whoever came first."""
+        self.claimed("shared")
+        with self.opened(_BYTES) as one, self.opened(_BYTES) as other:
+            self.having(one, Packs)
+            for count in range(4, 4 + _RACES):
+                first = _prompt(count)
+                prompts = [first + _prompt(count) for _ in range(2)]
+                barrier = threading.Barrier(2)
+                wrong: list[str] = []
+
+                def put(
+                    store: TierStore,
+                    keys: Sequence[bytes],
+                    barrier: threading.Barrier = barrier,
+                    wrong: list[str] = wrong,
+                ) -> None:
+                    try:
+                        barrier.wait()
+                        self._put_prompt(store, keys)
+                    except Exception:  # noqa: BLE001 - the main thread reports it
+                        wrong.append(traceback.format_exc())
+
+                stores = zip((one, other), prompts, strict=True)
+                threads = [threading.Thread(target=put, args=pair) for pair in stores]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert not wrong, wrong[0]
+                for keys in prompts:
+                    self._load(one, keys, range(len(keys)))
 
     def test_several_prompts_at_once(self) -> None:
         with self.opened(_BYTES) as store:

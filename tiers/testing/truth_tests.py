@@ -20,7 +20,7 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.testing.devices import failing_devices, watched
+from tiers.testing.devices import failing_devices, failing_writes, watched
 from tiers.testing.harness import Memory, StoreUnderTest, make_key
 from tiers.testing.limits import within
 
@@ -73,6 +73,23 @@ class TruthTests(StoreUnderTest):
                 assert time.monotonic() < until, "it takes no block after a failure"
                 time.sleep(0.05)
             assert self.hits(store, fresh) == [True] * 2
+
+    def test_what_could_not_be_written_is_not_held(self) -> None:
+        """Where there is room, and all else works, as on a device that is worn out."""
+        keys, new = ([make_key() for _ in range(8)] for _ in range(2))
+        stored, raised = [False] * 8, False
+        with self.opened() as store:
+            self.put(store, keys)
+            store.drop(keys)
+            given = Memory(new, self.payload_bytes).fill()
+            with failing_writes():
+                try:
+                    stored = each("put", store.put(given.readonly()), 8)
+                except Exception:  # noqa: BLE001 - whatever it raises is counted
+                    raised = True
+            assert any(stored) or raised, "put hides that it could write nothing"
+            kept = all(map(ge, self._healed(store, new), stored))
+            assert kept, "put says True for what it could not write"
 
     def _healed(self, store: TierStore, keys: list[bytes]) -> list[bool]:
         """Which blocks are served when the place is well again: connections may be made anew."""

@@ -1,0 +1,415 @@
+"""Defects of the packs, as the object tier keeps them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Source
+
+STORE = Source("object", "tiers/remote/packs/pack_store.py")
+OVER_FILES = Source("shared", "tiers/remote/packs/pack_store.py")
+"""Over a directory, whose writes the kit can let fail."""
+PACK = Source("object", "tiers/remote/packs/pack.py")
+SEARCH = Source("object", "tiers/remote/packs/search.py")
+KNOWN = Source("object", "tiers/remote/packs/known.py")
+BUCKET = Source("object", "tiers/remote/obstore_bucket.py")
+SPEC = Source("object", "tiers/remote/object_spec.py")
+
+MARKED = "                held[at : at + count] = [True] * count\n"
+RENEWED = '                self._renewed.count("value", sum(held))\n'
+VERIFIED = (
+    "                verify(expect(each[number], block.key, self._payload_bytes), block.payload)\n"
+)
+DROPPED = "        firsts = self._known.packs_with(keys) | set(keys)\n"
+GIVEN = "        given = [blocks[places[0]] for places in piece.places]\n        keys, size"
+ENDS = "        self._threads.shutdown(wait=False, cancel_futures=True)\n"
+HITS = "        hits = [False] * len(blocks)\n        groups, deadline"
+
+MUTANTS = (
+    # -- answers -----------------------------------------------------------------------------
+    STORE.but(
+        "answers", "has finds one block of a pack", MARKED, "                held[at] = True\n"
+    ),
+    STORE.but(
+        "answers",
+        "has takes a pack for all that is asked",
+        "            if index is not None:\n                count = index.matches(keys, at)\n",
+        "            if index is not None:\n                count = len(keys) - at\n",
+    ),
+    STORE.but("answers", "has says what is known", "known=False)", "known=True)"),
+    STORE.but(
+        "answers",
+        "put is True of all",
+        "            if error is not None or all(created):\n                break\n        return held\n",
+        "            if error is not None or all(created):\n                break\n        return [True] * len(held)\n",
+        equal="a bucket without a capacity that works refuses nothing",
+    ),
+    STORE.but(
+        "answers",
+        "get is True of what is damaged",
+        "            _mark(hits, good or [])\n",
+        "            _mark(hits, piece.places)\n",
+    ),
+    STORE.but(
+        "answers",
+        "get does not look for packs that begin later",
+        "        if left:\n",
+        "        if left and False:\n",
+    ),
+    STORE.but(
+        "answers",
+        "a key twice in a batch is filled once",
+        "                    blocks[place].payload[:] = block.payload\n",
+        "                    pass\n",
+    ),
+    STORE.but(
+        "answers",
+        "a key twice in a batch is one hit",
+        "                good.append(places)\n",
+        "                good.append(places[:1])\n",
+    ),
+    STORE.but(
+        "answers",
+        "drop leaves packs that do not begin with the key",
+        DROPPED,
+        "        firsts = set(keys)\n",
+    ),
+    STORE.but(
+        "answers", "what is dropped stays known", "        self._known.discard(firsts)\n", ""
+    ),
+    STORE.but(
+        "answers",
+        "a drop leaves the first key",
+        "        self._bucket.delete([name_of(key) for key in firsts])\n",
+        "        self._bucket.delete([name_of(key) for key in firsts - set(keys[:1])])\n",
+    ),
+    PACK.but(
+        "answers",
+        "a pack is named by the end of its key",
+        "    rest = key[NAMESPACE_BYTES:].hex()\n    return",
+        "    rest = key[NAMESPACE_BYTES:][-16:].hex()\n    return",
+    ),
+    PACK.but(
+        "answers",
+        "a pack's name has no namespace",
+        'return f"{key[:NAMESPACE_BYTES].hex()}/{rest[-2:]}/{rest}"',
+        "return f\"{'00' * NAMESPACE_BYTES}/{rest[-2:]}/{rest}\"",
+    ),
+    PACK.but(
+        "answers",
+        "a match is one block too many",
+        "                return count\n",
+        "                return count + 1\n",
+    ),
+    PACK.but(
+        "answers",
+        "a match is one block too few",
+        "        return most\n",
+        "        return max(1, most - 1)\n",
+    ),
+    # -- prefixes ----------------------------------------------------------------------------
+    SEARCH.but(
+        "prefixes",
+        "held forgets the last group",
+        "    return spans[-1].stop if spans else base\n",
+        "    return base + 1\n",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "held takes the last group for whole",
+        "    return spans[-1].stop if spans else base\n",
+        "    return min(base + pack_blocks, len(keys))\n",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "held asks for the first group alone",
+        "    low, high = -1, len(heads)",
+        "    heads = heads[:1]\n    low, high = -1, len(heads)",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "held goes on behind a gap",
+        "                high = number\n                break\n",
+        "                high = number\n",
+    ),
+    SEARCH.but(
+        "prefixes", "a walk ends with its first pack", "        ahead = AHEAD\n", "        break\n"
+    ),
+    SEARCH.but(
+        "prefixes",
+        "a walk goes beyond its end",
+        "min(index.matches(keys, at), stop - at)",
+        "index.matches(keys, at)",
+        equal="who asks takes of a span what it has asked for",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "what follows missing packs is not looked for",
+        "        spans = yield from walk(keys, first, stop)\n",
+        "        pass\n",
+        survives="a block whose predecessor is gone may be a miss, and costs no answer",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "what is known ends with one pack",
+        "        spans.append(Span(keys[at], at, count))\n        at += count\n    return spans\n\n\ndef cover",
+        "        spans.append(Span(keys[at], at, count))\n        break\n    return spans\n\n\ndef cover",
+        equal="a guess that is short costs a look, which finds the same packs",
+    ),
+    STORE.but(
+        "prefixes",
+        "prompts are packed without their places",
+        "            if prefix is None:\n",
+        "            if True:\n",
+        survives="each block is a pack then: slower, which the bench of objects shows",
+    ),
+    STORE.but(
+        "prefixes",
+        "a group begins where its batch does",
+        "            base = prefix.at - prefix.at % size\n",
+        "            base = prefix.at\n",
+        survives="each block is a pack then: slower, which the bench of objects shows",
+    ),
+    STORE.but(
+        "prefixes",
+        "all of a batch is one group",
+        "group = found.get((id(prefix.keys), base))",
+        "group = next((g for (k, _), g in found.items() if k == id(prefix.keys)), None)",
+    ),
+    STORE.but(
+        "prefixes",
+        "a pack has one block of a row",
+        "[group.wanted[number] for number in row])\n        for row in _rows(group.left(held))",
+        "[group.wanted[number] for number in row[:1]])\n        for row in _rows(group.left(held))",
+    ),
+    STORE.but(
+        "prefixes",
+        "a pack spans what is held",
+        "        for row in _rows(group.left(held))\n",
+        "        for row in [group.left(held)] if group.left(held)\n",
+    ),
+    STORE.but(
+        "prefixes",
+        "prompts are counted from the one before",
+        "        return [results[number] for number in range(len(probes))]\n",
+        "        return [results[number] for number in results]\n",
+    ),
+    STORE.but(
+        "prefixes",
+        "the second prompt is not looked up",
+        "probes = [search.held(keys, self._pack_blocks) for keys in prompts]",
+        "probes = [search.held(keys if n != 1 else [], self._pack_blocks) for n, keys in enumerate(prompts)]",
+    ),
+    STORE.but("prefixes", "a pack put second is not looked at again", "TRIES = 3\n", "TRIES = 1\n"),
+    # -- bytes -------------------------------------------------------------------------------
+    STORE.but(
+        "bytes",
+        "records are not verified",
+        VERIFIED,
+        "                expect(each[number], block.key, self._payload_bytes)\n",
+    ),
+    STORE.but(
+        "bytes",
+        "a record's key is not compared",
+        VERIFIED,
+        VERIFIED.replace(
+            "expect(each[number], block.key, self._payload_bytes)",
+            "__import__('tiers.block').block.parse_header(each[number])",
+        ),
+    ),
+    STORE.but("bytes", "a known checksum is not kept", ", checksum=block.checksum)", ")"),
+    PACK.but(
+        "bytes",
+        "an index is not verified",
+        "    if found != xxhash",
+        "    if False and found != xxhash",
+        equal="a record proves itself, and a wrong index leads to none",
+    ),
+    STORE.but(
+        "bytes",
+        "an index of other blocks is taken",
+        "            if not index.matches([key]):\n",
+        "            if False:\n",
+        equal="the block that begins a pack is in its name, and its record proves itself",
+    ),
+    STORE.but(
+        "bytes",
+        "records lie one byte off",
+        "start = record_start(piece.at, self._payload_bytes)",
+        "start = record_start(piece.at, self._payload_bytes) + 1",
+    ),
+    STORE.but(
+        "bytes",
+        "another length is served",
+        "        if index.payload_bytes != self._payload_bytes:\n            return None\n",
+        "",
+        equal="a record says its length, and it is compared",
+    ),
+    BUCKET.but("bytes", "a pack replaces one of its name", ', mode="create"', ""),
+    BUCKET.but("bytes", "a read begins at 0", "start=start, length=size)", "start=0, length=size)"),
+    # -- scale -------------------------------------------------------------------------------
+    STORE.but(
+        "scale",
+        "has answers 500 keys",
+        "        for at, key in enumerate(keys):\n            index = found[key]",
+        "        for at, key in enumerate(keys[:500]):\n            index = found[key]",
+    ),
+    STORE.but(
+        "scale",
+        "drop drops 100 keys",
+        "[name_of(key) for key in firsts]",
+        "[name_of(key) for key in list(firsts)[:100]]",
+    ),
+    STORE.but(
+        "scale",
+        "put takes 32 blocks",
+        "            pieces = [piece for group in groups for piece in _missing(group, held)]\n",
+        "            pieces = [piece for group in groups[:32] for piece in _missing(group, held)]\n",
+    ),
+    STORE.but(
+        "scale",
+        "get loads 32 groups",
+        "        pieces = [piece for group in groups for piece in self._guess(group)]\n        gone",
+        "        groups = groups[:32]\n        pieces = [piece for group in groups for piece in self._guess(group)]\n        gone",
+    ),
+    # -- truth -------------------------------------------------------------------------------
+    STORE.but("truth", "renewed blocks are not counted", RENEWED, "                pass\n"),
+    STORE.but(
+        "truth", "new blocks count as renewed", RENEWED, RENEWED.replace("sum(held)", "len(held)")
+    ),
+    STORE.but(
+        "truth",
+        "renewed blocks count at each try",
+        "            if not attempt:\n",
+        "            if True:\n",
+        equal="it shows only where another store puts the same block between a look and a put",
+    ),
+    STORE.but(
+        "truth",
+        "damage is not counted",
+        '                self._damaged.count("record", len(piece.places) - len(good))\n',
+        "",
+    ),
+    STORE.but(
+        "truth",
+        "a damaged pack stays",
+        "            self._bucket.delete([name_of(key) for key in spoilt])\n",
+        "            pass\n",
+    ),
+    OVER_FILES.but(
+        "truth",
+        "what put fails at is a miss",
+        "            if error is not None and not any(held):\n                raise error\n",
+        "",
+    ),
+    STORE.but(
+        "truth",
+        "what get fails at is a miss",
+        "        if error is not None and not any(hits):\n            raise error\n",
+        "",
+        equal="the look for other packs, which follows, raises the same",
+    ),
+    STORE.but(
+        "truth",
+        "what has fails at is a miss",
+        "        if error is not None:\n            raise error\n        found.update(zip",
+        "        found.update(zip",
+    ),
+    OVER_FILES.but(
+        "truth",
+        "what fails is held",
+        "            for piece, is_new in zip(pieces, created, strict=True):\n                if is_new:\n",
+        "            for piece, is_new in zip(pieces, created, strict=True):\n                if is_new is not False:\n",
+    ),
+    KNOWN.but(
+        "truth",
+        "what is known is known for ever",
+        "        if now >= self._until:\n            self._turn()\n",
+        "        if False:\n            self._turn()\n",
+        survives="it takes a minute to be seen; tests/remote/packs/test_known.py has a clock of its own",
+    ),
+    # -- memory ------------------------------------------------------------------------------
+    STORE.but(
+        "memory",
+        "a verb does not wait for what it began",
+        "        wait(futures)\n",
+        "        wait(futures[:1])\n",
+        equal="each result is waited for all the same",
+    ),
+    STORE.but(
+        "memory", "put keeps the caller's memory", GIVEN, "        self._kept = blocks\n" + GIVEN
+    ),
+    STORE.but(
+        "memory",
+        "get keeps the caller's memory",
+        HITS,
+        "        self._kept = list(blocks)\n" + HITS,
+    ),
+    STORE.but(
+        "memory",
+        "put scribbles",
+        GIVEN,
+        "        from ctypes import memset\n        from tiers.block import address_of\n        memset(address_of(blocks[0].payload), 0, 1)\n"
+        + GIVEN,
+    ),
+    STORE.but(
+        "memory",
+        "get writes 20 ms late, too",
+        HITS,
+        "        late = [b.payload for b in blocks]\n        __import__('threading').Timer(0.02, lambda: [v.__setitem__(0, 1) for v in late]).start()\n"
+        + HITS,
+    ),
+    BUCKET.but(
+        "memory",
+        "a read fills one byte too many",
+        "        view[: len(part)] = part\n",
+        "        view[: len(part)] = part\n        if len(view) > 60000:\n            __import__('ctypes').memset(__import__('tiers.block').block.address_of(view) + len(view), 0, 1)\n",
+    ),
+    # -- leaks -------------------------------------------------------------------------------
+    STORE.but(
+        "leaks",
+        "the threads stay",
+        ENDS,
+        "        LEFT.append(self)\n",
+        'T = TypeVar("T")\n',
+        'T = TypeVar("T")\nLEFT: list[object] = []\n',
+    ),
+    STORE.but(
+        "leaks",
+        "payloads are kept",
+        GIVEN,
+        "        LEFT.extend(bytes(b.payload) for b in blocks)\n" + GIVEN,
+        'T = TypeVar("T")\n',
+        'T = TypeVar("T")\nLEFT: list[object] = []\n',
+    ),
+    KNOWN.but(
+        "leaks",
+        "indexes are kept for ever",
+        "            if len(self._young) >= MOST // 2:\n                self._turn()\n",
+        "",
+        equal="an index is a KiB, and goes after a minute",
+    ),
+    # -- the spec ----------------------------------------------------------------------------
+    SPEC.but(
+        "spec", "it does not say that it verifies", "    verifies: ClassVar[bool] = True\n", ""
+    ),
+    SPEC.but(
+        "spec",
+        "scratch is the same place",
+        '        return self.model_copy(update={"url": f"file://{folder}", **none})\n',
+        "        return self\n",
+    ),
+    # -- a fork ------------------------------------------------------------------------------
+    BUCKET.but(
+        "fork",
+        "a forked child opens one",
+        "        if os.getpid() != LOADED_IN:\n",
+        "        if False:\n",
+    ),
+    STORE.but(
+        "fork",
+        "the threads are made once for all stores",
+        'self._threads = io_executor(connections, "packs")',
+        "self._threads = POOL",
+        'T = TypeVar("T")\n',
+        'T = TypeVar("T")\nPOOL = io_executor(32, "packs")\n',
+    ),
+)

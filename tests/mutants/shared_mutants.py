@@ -1,0 +1,419 @@
+"""Defects of the shared directory, which the kit finds, and of its upkeep, which its own tests do.
+
+What shows only on a file system that fails, or after an evictor's minutes, no store's kit can see.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Source
+
+BUCKET = Source("shared", "tiers/remote/directory_bucket.py")
+FILES = Source("shared", "tiers/remote/directory_files.py")
+SPEC = Source("shared", "tiers/remote/shared_spec.py")
+
+KEPT = Source("upkeep", "tiers/remote/directory_bucket.py")
+WRITTEN = Source("upkeep", "tiers/remote/directory_files.py")
+EVICTOR = Source("upkeep", "tiers/remote/evictor.py")
+LEASE = Source("upkeep", "tiers/remote/lease.py")
+
+RENAME = "            os.link(temporary, path)\n"
+
+MUTANTS = (
+    # -- what the kit finds ------------------------------------------------------------------
+    BUCKET.but("answers", "put does nothing", RENAME, "            pass\n"),
+    BUCKET.but(
+        "answers",
+        "a name that is taken is an error",
+        "        except FileExistsError:\n            return False\n        except OSError as error:\n            if error.errno not in _NO",
+        "        except OSError as error:\n            if error.errno not in _NO",
+    ),
+    BUCKET.but(
+        "answers",
+        "delete takes one name",
+        "            for name in names:\n                unlink",
+        "            for name in list(names)[:1]:\n                unlink",
+    ),
+    BUCKET.but(
+        "answers",
+        "a pack that is gone is empty",
+        "            except FileNotFoundError:\n                return None\n",
+        "            except FileNotFoundError:\n                return 0\n",
+    ),
+    BUCKET.but(
+        "answers",
+        "a folder that is not there is not made",
+        "        self._make_folders(path)\n",
+        "",
+    ),
+    BUCKET.but(
+        "bytes",
+        "a pack replaces one of its name",
+        RENAME,
+        "            os.rename(temporary, path)\n",
+    ),
+    BUCKET.but(
+        "bytes",
+        "a read begins at 0",
+        "os.preadv(handle, left, start + done)",
+        "os.preadv(handle, left, done)",
+    ),
+    BUCKET.but(
+        "bytes",
+        "a read goes on from its beginning",
+        "                left = after(left, count)\n",
+        "                left = left[1:]\n",
+    ),
+    FILES.but(
+        "bytes",
+        "parts but the first are left out",
+        "        left = [memoryview(part) for part in parts]\n",
+        "        left = [memoryview(part) for part in parts][:1]\n",
+    ),
+    WRITTEN.but(
+        "failures",
+        "a part's rest is left out",
+        "            return [view[count:], *views[number + 1 :]]\n",
+        "            return [*views[number + 1 :]]\n",
+    ),
+    BUCKET.but(
+        "truth",
+        "a put that fails has stored",
+        "            kind = TierFull if error.errno in _FULL else TierUnavailable\n            raise kind(",
+        "            kind = TierFull if error.errno in _FULL else TierUnavailable\n            return\n            raise kind(",
+    ),
+    BUCKET.but(
+        "truth",
+        "a read that fails is a miss",
+        "            except OSError as error:\n                if error.errno != errno.ESTALE:\n                    raise\n",
+        "            except OSError:\n                return None\n",
+    ),
+    BUCKET.but(
+        "memory",
+        "put keeps the caller's memory",
+        "        with self._translated():\n            try:\n                fill(",
+        "        self._kept = parts\n        with self._translated():\n            try:\n                fill(",
+    ),
+    BUCKET.but(
+        "memory",
+        "a read keeps the caller's memory",
+        "        handle = os.open(path, os.O_RDONLY",
+        "        self._kept = into\n        handle = os.open(path, os.O_RDONLY",
+    ),
+    BUCKET.but(
+        "leaks",
+        "files stay open",
+        "        finally:\n            os.close(handle)\n",
+        "        finally:\n            pass\n",
+    ),
+    FILES.but(
+        "leaks",
+        "written files stay open",
+        "    finally:\n        os.close(handle)\n\n\ndef after",
+        "    finally:\n        pass\n\n\ndef after",
+    ),
+    BUCKET.but("leaks", "the evictor stays", "        self._end_upkeep()\n", "        pass\n"),
+    SPEC.but(
+        "spec", "it does not say that it verifies", "    verifies: ClassVar[bool] = True\n", ""
+    ),
+    SPEC.but(
+        "spec",
+        "scratch is the same place",
+        '        return self.model_copy(update={"path": folder})\n',
+        "        return self\n",
+    ),
+    SPEC.but("spec", "host_local is True", "        return False\n", "        return True\n"),
+    # -- what its own tests find -------------------------------------------------------------
+    KEPT.but(
+        "failures",
+        "a pack is written under its own name",
+        '        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"\n',
+        '        temporary = f"{self._path}/{name}"\n',
+    ),
+    KEPT.but(
+        "failures",
+        "a temporary file stays",
+        "                with suppress(OSError):\n                    os.unlink(temporary)\n",
+        "                pass\n",
+    ),
+    KEPT.but(
+        "failures",
+        "what another host removed is an error",
+        "                if error.errno != errno.ESTALE:\n                    raise\n",
+        "                raise\n",
+    ),
+    KEPT.but(
+        "failures",
+        "what another host removed is not opened again",
+        "                return self._read(path, start, into)\n        return None\n",
+        "                pass\n        return None\n",
+    ),
+    KEPT.but(
+        "failures",
+        "a full disk is a tier that is down",
+        "TierFull if error.errno in _FULL else TierUnavailable",
+        "TierUnavailable",
+    ),
+    KEPT.but(
+        "failures",
+        "a quota is a tier that is down",
+        "frozenset({errno.ENOSPC, errno.EDQUOT})",
+        "frozenset({errno.ENOSPC})",
+    ),
+    KEPT.but(
+        "failures",
+        "a directory that is not mounted is made",
+        "        self.mode = _mode_of(path)\n",
+        "        path.mkdir(parents=True, exist_ok=True)\n        self.mode = _mode_of(path)\n",
+    ),
+    KEPT.but(
+        "failures",
+        "a directory that all may write to is used",
+        "    if found.st_mode & 0o002:\n",
+        "    if False:\n",
+    ),
+    KEPT.but(
+        "failures",
+        "a file system without links is down",
+        "            if error.errno not in _NO_LINKS:\n                raise\n",
+        "            raise\n",
+    ),
+    KEPT.but(
+        "failures",
+        "a group's folders are one user's",
+        "            if self.mode != 0o700:  # the",
+        "            if False:  # the",
+    ),
+    WRITTEN.but("failures", "a pack is not synced", "        os.fsync(handle)\n", ""),
+    WRITTEN.but(
+        "failures",
+        "a group's packs are one user's",
+        "        if mode & 0o070:\n            os.fchmod(handle, mode & 0o660)\n",
+        "",
+    ),
+    WRITTEN.but(
+        "failures",
+        "a file that is gone ends a listing",
+        "            if error.errno in GONE:\n                continue\n            raise\n",
+        "            raise\n",
+    ),
+    WRITTEN.but(
+        "failures",
+        "another's removal is an error",
+        "        if error.errno not in GONE:\n            raise\n\n\ndef files",
+        "        raise\n\n\ndef files",
+    ),
+    KEPT.but(
+        "uses",
+        "a read does not make a pack look new",
+        "                    os.utime(handle)\n",
+        "                    pass\n",
+    ),
+    KEPT.but(
+        "uses",
+        "each read makes a pack look new",
+        "        if now - self._said.get(path, -USE_SECONDS) < USE_SECONDS:\n            return False\n",
+        "",
+        survives="it costs a write for each read, and no block",
+    ),
+    KEPT.but(
+        "uses",
+        "uses are kept for ever",
+        "        if len(self._said) >= _MOST_USES:\n            self._said = {}\n",
+        "",
+        equal="65,536 names are some MiB; no test puts so many packs",
+    ),
+    KEPT.but(
+        "bound",
+        "a put is not counted",
+        "            self._evictor.ends(size, stored)\n",
+        "            pass\n",
+    ),
+    KEPT.but(
+        "bound",
+        "a put that failed counts",
+        "            self._evictor.ends(size, stored)\n",
+        "            self._evictor.ends(size, True)\n",
+    ),
+    KEPT.but(
+        "bound",
+        "a full directory is put into",
+        "        if not self._evictor.admits(size):\n",
+        "        if not self._evictor.admits(0):\n",
+    ),
+    EVICTOR.but(
+        "bound", "what is in flight is not counted", "                self._putting += size\n", ""
+    ),
+    EVICTOR.but(
+        "bound",
+        "what a count missed is not counted",
+        "                self._own_before, self._own = self._own, 0\n",
+        "                self._own_before, self._own = 0, 0\n",
+    ),
+    EVICTOR.but(
+        "bound",
+        "what was counted counts twice",
+        "                self._own_before, self._own = self._own, 0\n",
+        "                self._own_before += self._own\n                self._own = 0\n",
+    ),
+    EVICTOR.but(
+        "bound",
+        "a count is not learnt",
+        "            self._learn(self._lease.count)\n",
+        "            pass\n",
+    ),
+    EVICTOR.but(
+        "bound",
+        "a put that finds no room wakes nobody",
+        "        self._wake.set()\n        return False\n",
+        "        return False\n",
+        survives="room is made all the same, in the next round",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "the newest goes first",
+        "        for last in sorted(ages):\n",
+        "        for last in sorted(ages, reverse=True):\n",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "all of the last age go",
+        "            if pack.age > last or (pack.age == last and spare <= 0):\n",
+        "            if pack.age > last:\n",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "nothing goes",
+        "            unlink(pack.path)\n            freed",
+        "            freed",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "it begins below the capacity",
+        "used > HIGH * capacity",
+        "used > LOW * capacity / 2",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "it ends too late",
+        "used - int(LOW * capacity)",
+        "used - int(LOW * capacity / 2)",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "it ends too soon",
+        "used - int(LOW * capacity)",
+        "max(1, used - int(HIGH * capacity))",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "files of others go",
+        '                elif key_of(f"{folder}/{file}") is not None:\n',
+        "                else:\n",
+    ),
+    EVICTOR.but(
+        "leftovers",
+        "they stay",
+        "                if leftovers and file.startswith(TEMPORARY):\n",
+        "                if False:\n",
+    ),
+    EVICTOR.but(
+        "leftovers",
+        "they go at once",
+        "        if now - since < TEMPORARY_SECONDS:\n",
+        "        if False:\n",
+    ),
+    EVICTOR.but(
+        "leftovers",
+        "one that grows goes, too",
+        "        if (size, changed) != (found.st_size, found.st_mtime_ns):\n",
+        "        if not since:\n",
+    ),
+    EVICTOR.but(
+        "leftovers",
+        "empty folders stay",
+        "            if leftovers and is_empty:\n",
+        "            if False:\n",
+    ),
+    EVICTOR.but(
+        "leftovers",
+        "what was watched is kept for ever",
+        "        if leftovers:\n            self._watched = seen\n",
+        "        if leftovers:\n            self._watched |= seen\n",
+        equal="it costs memory alone, a name for each folder that was ever empty",
+    ),
+    EVICTOR.but(
+        "lease",
+        "all processes evict",
+        "        return self._lease.is_held and not self._stopped.is_set()\n",
+        "        return not self._stopped.is_set()\n",
+    ),
+    EVICTOR.but(
+        "lease",
+        "a walk renews no lease",
+        "            if not self._beat():\n                return\n            is_empty",
+        "            is_empty",
+    ),
+    EVICTOR.but(
+        "lease",
+        "an error ends the upkeep",
+        "                seconds = BEAT_SECONDS\n",
+        "                return\n",
+    ),
+    EVICTOR.but(
+        "lease", "it is not resigned", "            self._lease.resign()\n", "            pass\n"
+    ),
+    LEASE.but(
+        "lease",
+        "it is never lost",
+        "        return is_left or self._clock() - self._since >= WATCH_SECONDS\n",
+        "        return is_left\n",
+    ),
+    LEASE.but(
+        "lease",
+        "it is lost at once",
+        "        return is_left or self._clock() - self._since >= WATCH_SECONDS\n",
+        "        return is_left or self._clock() - self._since >= 0\n",
+    ),
+    LEASE.but("lease", "a beat changes nothing", "        self._beats += 1\n", ""),
+    LEASE.but(
+        "lease",
+        "who watches sees no change",
+        "            self._seen, self._since = (term, note), self._clock()\n",
+        "            self._seen = (term, note)\n",
+    ),
+    LEASE.but(
+        "lease",
+        "it is taken without a rename",
+        "                os.rename(self._file(term), self._file(term + 1))\n",
+        "                fill(create(self._file(term + 1)), [b' ' * _NOTE_BYTES], self._mode)\n",
+    ),
+    LEASE.but(
+        "lease",
+        "a holder that was stopped goes on",
+        "        if newest == held > 0:\n",
+        "        if held > 0:\n",
+        equal="the file of its term is gone, so it writes nothing and holds nothing",
+    ),
+    LEASE.but(
+        "lease",
+        "a count is not taken over",
+        "            self.count = Count(int(found[3]), int(found[4]))\n",
+        "            pass\n",
+    ),
+    LEASE.but(
+        "lease",
+        "resigning says nothing",
+        "            self._write(held, _NOBODY)\n",
+        "            pass\n",
+    ),
+    LEASE.but(
+        "lease",
+        "files of former terms stay",
+        "        for term in terms[:-1]:  # made while the one was renamed\n            unlink(self._file(term))\n",
+        "",
+        survives="each is a few bytes, and the newest counts",
+    ),
+    LEASE.but(
+        "lease", "its folder is one user's", "            os.chmod(self._folder, self._mode)\n", ""
+    ),
+)
