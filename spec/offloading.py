@@ -71,6 +71,7 @@ def others_can_read(path: Path) -> bool:
 TierStore: TypeAlias = Any
 Medium: TypeAlias = Any
 StoredRecords: TypeAlias = Any
+Marks: TypeAlias = Any
 Slots: TypeAlias = Any
 Residency: TypeAlias = Any
 
@@ -205,6 +206,11 @@ class StoreSpec(OffloadingSpec):
         """The records of this tier, for tools that list, check and move what it holds, beside
         engines that use it; the caller closes them. Changes nothing, and makes nothing that is
         missing. None: the tier can't list what it holds. Raises as `open` does."""
+        return None
+
+    def marks(self) -> Marks | None:
+        """Marks beside this tier's blocks, by which engines know of each other where `records`
+        would have to look at all of them; the caller closes them. None: there are none."""
         return None
 
     deadline: Duration = Field(

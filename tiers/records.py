@@ -88,6 +88,20 @@ class StoredRecords(Protocol):
         """Release every resource. Idempotent."""
 
 
+class Marks(Protocol):
+    """Marks beside a tier's blocks. None of its methods costs more where there are more blocks; any
+    may raise TierError or OSError."""
+
+    def mark(self, names: Sequence[bytes]) -> None:
+        """Keep these marks, of 16 bytes each; they may end as unused blocks do."""
+
+    def marked(self, names: Sequence[bytes]) -> list[bool]:
+        """Say for each whether it is kept."""
+
+    def close(self) -> None:
+        """Release every resource. Idempotent."""
+
+
 @dataclass(frozen=True)
 class NamespaceNote:
     """What an engine says of its namespace, beside its blocks: no secret, and no salt.

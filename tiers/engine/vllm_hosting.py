@@ -59,7 +59,9 @@ class HostingEngine:
         }
         self._late = late_facts(config, salt, self._layers)
         self._model = str(config.model_config.model)
-        self._block_tokens = math.lcm(*(g.tokens_per_block for g in spec.config.groups))
+        self._ranks = int(getattr(spec.config.parallel, "world_size", 1))
+        tokens = math.lcm(*(group.tokens_per_block for group in spec.config.groups))
+        self._row_tokens = tokens * spec.blocks_per_chunk
         self._namespace = b""
         if not self.namespace(MOMENT):
             logger.info(
@@ -81,7 +83,7 @@ class HostingEngine:
     def note(self, payload_bytes: int) -> NamespaceNote:
         """What to note of the namespace, once it is known."""
         facts = {**self._facts, **(self._late.known() or {})}
-        return describe(facts, self._model, self._block_tokens, payload_bytes)
+        return describe(facts, self._model, self._row_tokens, payload_bytes, ranks=self._ranks)
 
     @property
     def is_outdated(self) -> bool:

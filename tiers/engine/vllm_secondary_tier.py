@@ -252,7 +252,9 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             self._store = self._opening.result()
             if self._store is not None:
                 namespaces = [self._engine.namespace()]
-                self._notes = NamespaceNotes(self._spec, self._engine.note(self._row_bytes))
+                note = self._engine.note(self._row_bytes)
+                of_all = self._row_bytes // note.block_tokens
+                self._notes = NamespaceNotes(self._spec, note, of_all)
                 self._keep_note(b"")
                 self._manager = StoreManager(self._store, namespaces, self._generation)
 

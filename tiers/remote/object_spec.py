@@ -18,6 +18,7 @@ from spec.secret import SecretField
 
 if TYPE_CHECKING:
     from tiers.remote.packs.bucket import Bucket
+    from tiers.remote.packs.marks import BucketMarks
     from tiers.remote.packs.pack_store import PackStore
 
 WHAT_WORKS = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
@@ -114,6 +115,11 @@ class ObjectSpec(StoreSpec):
         """Open the store, without connecting. Raises TierUnusable where obstore is missing or
         refuses a setting, or a credential can't be read."""
         return self._over(self._bucket(site.payload_bytes), site.payload_bytes)
+
+    def marks(self) -> BucketMarks:
+        from tiers.remote.packs.marks import BucketMarks
+
+        return BucketMarks(self._bucket(0))
 
     def _over(self, bucket: Bucket, payload_bytes: int) -> PackStore:
         from tiers.remote.packs.pack_store import PackStore

@@ -41,6 +41,10 @@ from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation
 
 _SCAN = b"500"
 _NOTES = b"namespace:"
+_MARKS = b"size:"
+"""In a note's name: of marks, which are no namespaces'."""
+_MARK_SECONDS = 30 * 86400.0
+"""How long a mark is kept where blocks are without a limit."""
 _TRIES = 5
 _SPECIAL = re.compile(rb"[*?\[\]\\]")
 _OTHER_LENGTH = Finding("damaged", "the value has another length, or is of another type")
@@ -56,6 +60,7 @@ class RedisRecords:
         self._place = str(settings.url)
         self._timeout = timeout
         self._ttl = () if ttl is None else (b"PX", b"%d" % max(1, round(ttl * 1000)))
+        self._mark_ms = b"%d" % max(1, round((ttl or _MARK_SECONDS) * 1000))
         self._prefix = key_prefix.encode() + b":"
         is_cluster = settings.url.is_cluster
         self._topology = Cluster(settings, timeout) if is_cluster else OneMaster(settings)
@@ -230,6 +235,31 @@ class RedisRecords:
             read_status(stream)
 
         self._dispatch([name], "writes", operation)
+
+    def mark(self, names: Sequence[bytes]) -> None:
+        keys = self._mark_names(names)
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            more = b"1", b"PX", self._mark_ms
+            stream.send([command(b"SET", keys[position], *more) for position in positions])
+            for _ in positions:
+                read_status(stream)
+
+        self._dispatch(keys, "writes", operation)
+
+    def marked(self, names: Sequence[bytes]) -> list[bool]:
+        keys, found = self._mark_names(names), [False] * len(names)
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            stream.send([each_command(b"EXISTS", [keys[position] for position in positions])])
+            for position in positions:
+                found[position] = read_integer(stream) > 0
+
+        self._dispatch(keys, "reads", operation)
+        return found
+
+    def _mark_names(self, names: Sequence[bytes]) -> list[bytes]:
+        return [self._prefix + _NOTES + _MARKS + name.hex().encode() for name in names]
 
     def close(self) -> None:
         self._topology.close()

@@ -13,6 +13,7 @@ from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 
 if TYPE_CHECKING:
+    from tiers.remote.packs.marks import BucketMarks
     from tiers.remote.packs.pack_store import PackStore
 
 
@@ -53,6 +54,12 @@ class SharedSpec(StoreSpec):
         from tiers.remote.directory_examine import examine
 
         return examine(self.path, self.capacity)
+
+    def marks(self) -> BucketMarks:
+        from tiers.remote.directory_bucket import DirectoryBucket
+        from tiers.remote.packs.marks import BucketMarks
+
+        return BucketMarks(DirectoryBucket(self.path))
 
     def open(self, site: StoreContext) -> PackStore:
         """Open the store. Raises TierNotOpen where the directory is missing, TierUnusable where it

@@ -200,6 +200,9 @@ class RedisSpec(StoreSpec):
 
         return RedisRecords(self.connection(), self.key_prefix, self.timeout, self.ttl)
 
+    def marks(self) -> RedisRecords:
+        return self.records()
+
     def connection(self) -> ConnectionSettings:
         """Make the settings of connections. Raises TierUnusable when the password or a file of TLS
         can't be read."""

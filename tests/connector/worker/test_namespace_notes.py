@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import logging
+import secrets
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from spec.offloading import StoreContext
-from tiers.connector.worker.namespace_notes import NamespaceNotes, describe
+from spec.offloading import EncryptionSpec, StoreContext, StoreSpec
+from tests.support.servers import RedisServer
+from tiers.connector.worker.namespace_notes import NamespaceNotes, _mark, describe
 from tiers.disk.spec import DiskSpec
+from tiers.remote.object_spec import ObjectSpec
+from tiers.remote.shared_spec import SharedSpec
+from tiers.remote.spec import RedisSpec
+
+
+def redis(server: RedisServer) -> RedisSpec:
+    prefix = secrets.token_hex(4)
+    return RedisSpec.model_validate({"url": server.url, "key_prefix": prefix, "timeout": "30s"})
+
+
+@pytest.fixture(params=["redis", "shared", "object"])
+def shared_tier(
+    request: pytest.FixtureRequest, shared_server: RedisServer, tmp_path: Path
+) -> StoreSpec:
+    place = tmp_path / "tier"
+    place.mkdir()
+    made: dict[str, StoreSpec] = {
+        "redis": redis(shared_server),
+        "shared": SharedSpec(path=place),
+        "object": ObjectSpec(url=f"file://{place}"),
+    }
+    return made[request.param]
 
 
 @pytest.mark.parametrize(
@@ -42,4 +67,53 @@ def test_a_folder_with_kv_of_another_tensor_parallel_size_is_named_with_the_cost
     assert len(said) == warns, "once"
     if said:
         assert "KV of org/model from engines of 2 rank(s), and this one has 1" in said[0]
-        assert "5KiB a token and rank" in said[0]
+        assert "5KiB a token" in said[0]
+
+
+def test_of_a_shared_tier_engines_of_other_sizes_are_named_too(
+    shared_tier: StoreSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a cost that is the same however much the tier holds: no server lists its names."""
+    caplog.set_level(logging.WARNING)
+
+    def said(model: str, ranks: int, number: int) -> list[str]:
+        caplog.clear()
+        note = describe({}, model, 16, 81920 // ranks, ranks=ranks)
+        NamespaceNotes(shared_tier, note).keep(bytes([number]) * 16, lasts=True)
+        return [line for line in caplog.messages if "rank(s)" in line]
+
+    assert said("org/model", 2, 1) == []
+    assert said("org/other", 1, 2) == []
+    (line,) = said("org/model", 1, 3)
+    assert "KV of org/model from engines of 2 rank(s), and this one has 1" in line
+    assert "5KiB a token" in line
+    (line,) = said("org/model", 4, 4)
+    assert "from engines of 1 and 2 rank(s), and this one has 4" in line
+    assert "5KiB a token" in line
+
+
+def test_of_an_encrypted_tier_nothing_is_noted(
+    shared_tier: StoreSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    key = tmp_path / "key"
+    key.write_text(secrets.token_hex(32))
+    hidden = shared_tier.model_copy(update={"encryption": EncryptionSpec(key_file=key)})
+    for ranks in (1, 2):
+        note = describe({}, "org/model", 16, 81920, ranks=ranks)
+        NamespaceNotes(hidden, note).keep(bytes([ranks]) * 16, lasts=True)
+    assert not caplog.messages
+    marks = shared_tier.marks()
+    assert marks is not None
+    assert not any(marks.marked([_mark("org/model", ranks) for ranks in (1, 2)]))
+    marks.close()
+
+
+def test_marks_are_no_records_of_a_tool(shared_server: RedisServer) -> None:
+    spec = redis(shared_server)
+    note = describe({}, "org/model", 16, 81920)
+    NamespaceNotes(spec, note).keep(b"5" * 16, lasts=True)
+    records = spec.records()
+    with closing(records):
+        assert [*records.listed()] == []
+        assert [*records.notes()] == [b"5" * 16]

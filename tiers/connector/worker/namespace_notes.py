@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
+from itertools import compress
 
 from spec.fields import format_size
 from spec.offloading import StoreSpec
+from tiers.block import namespace as namespace_of
 from tiers.contract.engine_info import ALONE
 from tiers.errors import KVTiersError
-from tiers.records import NamespaceNote, StoredRecords, read_note
+from tiers.records import NamespaceNote, read_note
 from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
@@ -40,15 +43,25 @@ def describe(
     )
 
 
-class NamespaceNotes:
-    """Keeps a note of each namespace that an engine stores under in one tier. Of an encrypted tier
-    nothing is noted: a model's name would lie beside what hides it. Used by the tier's writer."""
+SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 97, 8), 128)
+"""Numbers of ranks that engines are looked for with where nothing is listed."""
 
-    def __init__(self, spec: StoreSpec, note: NamespaceNote) -> None:
+
+class NamespaceNotes:
+    """Keeps a note of each namespace that an engine stores under in one tier, and knows which other
+    tensor parallel sizes its model has there. Of an encrypted tier nothing is noted: a model's name
+    would lie beside what hides it. Used by the tier's writer."""
+
+    def __init__(
+        self, spec: StoreSpec, note: NamespaceNote, token_bytes: int | None = None
+    ) -> None:
+        """`token_bytes`: of all ranks; None: those of one, for each."""
         self._spec = spec
         self._note = note
+        all_ranks = note.ranks * note.payload_bytes // note.block_tokens
+        self._token_bytes = all_ranks if token_bytes is None else token_bytes
         self._kept: set[bytes] = set()
-        self._has_warned = False
+        self._has_looked = False
 
     def lacks(self, namespace: bytes) -> bool:
         """Whether no note of a namespace was kept, or tried to be, by this object."""
@@ -59,42 +72,58 @@ class NamespaceNotes:
         if not self.lacks(namespace):
             return
         self._kept.add(namespace)
+        if self._spec.encryption:
+            return
         note = replace(self._note, lasts=lasts and self._note.lasts, opened=time.time())
         try:
-            records = None if self._spec.encryption else self._spec.records()
-            if records is None:
-                return
-            try:
-                records.note(namespace, note.encode())
-                self._warn_of_other_sizes(records)
-            finally:
-                records.close()
+            self._keep(namespace, note)
+            if not self._has_looked and not note.rank:
+                self._has_looked = True
+                self._warn_of_other_sizes(self._other_sizes(note))
         except (KVTiersError, OSError) as error:
             logger.info(
-                "tier %r: kvtiers inspect can't name the model of its blocks: no note can be kept "
-                "of their namespace (%s)",
+                "tier %r: kvtiers inspect can't name the model of its blocks, nor an engine those "
+                "of another size: no note can be kept of their namespace (%s)",
                 log_name(self._spec),
                 error,
             )
 
-    def _warn_of_other_sizes(self, records: StoredRecords) -> None:
+    def _keep(self, namespace: bytes, note: NamespaceNote) -> None:
+        if (records := self._spec.records()) is not None:
+            with closing(records):
+                records.note(namespace, note.encode())
+
+    def _other_sizes(self, mine: NamespaceNote) -> list[int]:
+        """Of engines of this model, whose blocks are or were here."""
+        if (marks := self._spec.marks()) is not None:
+            with closing(marks):
+                if mine.lasts:
+                    marks.mark([_mark(mine.model, mine.ranks)])
+                found = marks.marked([_mark(mine.model, size) for size in SIZES])
+            return [size for size in compress(SIZES, found) if size != mine.ranks]
+        # Who has no marks lists its notes, which are files.
+        if not self._spec.is_prompt or (records := self._spec.records()) is None:
+            return []
+        with closing(records):
+            notes = filter(None, map(read_note, records.notes().values()))
+            same = (note for note in notes if note.model == mine.model and note.lasts)
+            return sorted({note.ranks for note in same} - {mine.ranks})
+
+    def _warn_of_other_sizes(self, sizes: list[int]) -> None:
         """Say that engines of this model with more or fewer ranks find nothing of each other's."""
-        mine = self._note
-        # A server would have to list all of its keys.
-        if mine.rank or self._has_warned or not self._spec.is_prompt:
-            return
-        notes = filter(None, map(read_note, records.notes().values()))
-        same = (note for note in notes if note.model == mine.model and note.lasts)
-        if sizes := sorted({note.ranks for note in same} - {mine.ranks}):
-            self._has_warned = True
+        if sizes:
             logger.warning(
                 "tier %r has KV of %s from engines of %s rank(s), and this one has %d: neither "
                 "finds what the other stores, so each computes and stores a prompt itself, here "
-                "%s a token and rank. Give all engines one tensor parallel size. (Records that "
-                "they share are not built: single KV heads take 1.4 to 2.5 times as long to copy)",
+                "%s a token. Give all engines one tensor parallel size. (Records that they share "
+                "are not built: single KV heads take 1.4 to 2.5 times as long to copy)",
                 log_name(self._spec),
-                mine.model,
+                self._note.model,
                 " and ".join(map(str, sizes)),
-                mine.ranks,
-                format_size(mine.payload_bytes // mine.block_tokens),
+                self._note.ranks,
+                format_size(self._token_bytes),
             )
+
+
+def _mark(model: str, ranks: int) -> bytes:
+    return namespace_of({"model": model}, rank=0, world_size=ranks)
