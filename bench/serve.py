@@ -5,8 +5,8 @@ ids) to answer at once, how many tokens each, whether to empty the prefix cache 
 may serve them, whether they are stored, and the connector, of an engine that has several
 (`bench.swapped`), and transfer parameters. Answers each with a line: seconds it took, seconds to
 the first token, the mean of the prompts, tokens that were not computed but cached, by the engine or
-below it, the seconds of each step but the first, and of the last that ended, its tokens and the
-transfer parameters that come with it.
+below it, the seconds of each step but the first, of the last that ended, its tokens and the
+transfer parameters that come with it, and the bytes that NIXL has pulled since the engine began.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Answered(NamedTuple):
     step_seconds: list[float]
     tokens: list[int]
     transfer: dict[str, Any] | None
+    pulled_bytes: float
 
 
 def _binding() -> str:
@@ -133,6 +134,11 @@ def _answer(engine: Any, prompts: Sequence[Any], params: Any) -> tuple[list[Any]
     return outputs, ends
 
 
+def _pulled(llm: Any) -> float:
+    name = "vllm:nixl_bytes_transferred"
+    return float(sum(metric.sum for metric in llm.get_metrics() if metric.name == name))
+
+
 def main() -> None:
     """Serve until standard input ends."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
@@ -162,7 +168,7 @@ def main() -> None:
             cached = sum(output.num_cached_tokens or 0 for output in outputs)
             steps = [after - before for before, after in pairwise(ends)]
             last = list(outputs[-1].outputs[0].token_ids), outputs[-1].kv_transfer_params
-            line = ends[-1] - began, sum(first) / len(first), cached, steps, *last
+            line = ends[-1] - began, sum(first) / len(first), cached, steps, *last, _pulled(llm)
             answers.write(json.dumps(line) + "\n")
             answers.flush()
         llm.llm_engine.engine_core.shutdown()

@@ -18,4 +18,6 @@ def test_the_second_turn_finds_the_first_in_a_tier() -> None:
     first, second = result["rows"]
     assert first["cached"] == 0
     assert second["cached"] > SAID - 32
+    assert first["nixl_pulled"] > 0, "NIXL alone moves all that the decode engine has not"
+    assert all(row["chain_pulled"] < row["nixl_pulled"] for row in result["rows"]), "a tier has it"
     assert all(row["ratio"] == row["chain"] / row["nixl"] for row in result["rows"])
