@@ -68,6 +68,8 @@ GATES: list[Gate] = []
 class Hosting:
     """What a HostingEngine shows of an engine; `unchanged`: what looks at the weights find."""
 
+    ranks = 1
+
     def __init__(self, is_known: bool) -> None:
         self.is_known, self.is_outdated, self.unchanged = is_known, False, True
 
@@ -78,7 +80,7 @@ class Hosting:
         return lambda: self.unchanged
 
     def note(self, payload_bytes: int) -> NamespaceNote:
-        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, 1, False, False, 0.0)
+        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, self.ranks, False, True, 0.0)
 
     def end_step(self) -> None: ...
 
@@ -284,6 +286,26 @@ def test_a_killed_server_is_a_miss(make: Callable[..., Engine], server: Any) -> 
     assert late.hits("b", BLOCKS[:5]) == []
     late.store(BLOCKS[:4])
     assert late.hits("c", BLOCKS[:5]) == BLOCKS[:4], "host memory serves on"
+
+
+def test_engines_of_two_sizes_on_one_tier_are_named(
+    make: Callable[..., Engine],
+    shared_server: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their rows have all ranks, so that neither could have the other's."""
+    url, space = shared_server.url, str(tmp_path)
+    redis = spec_of(type="redis", url=url, key_prefix=space, timeout="30s")
+    monkeypatch.setattr(Hosting, "ranks", 2)
+    first = make(redis)
+    first.store(BLOCKS[:2])
+    first.settle()
+    monkeypatch.setattr(Hosting, "ranks", 1)
+    make(redis)
+    wait_for(lambda: "from engines of 2 rank(s), and this one has 1" in caplog.text)
+    assert f"{ROW // 16}B a token" in caplog.text
 
 
 def test_a_failing_store_is_a_miss(make: Callable[..., Engine], gate: Gate) -> None:
