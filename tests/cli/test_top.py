@@ -166,6 +166,7 @@ def test_engines_hang_die_and_come_while_others_are_watched(
     engine: Engine, hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(top_screen, "LATE", 0.2)
+    others = set(threading.enumerate())  # a test before may have left some
     made = engine(cpu())
     folder = tmp_path / "control"
     status = STATUS.model_copy(update={"load_policy": "that of a victim"}).model_dump_json()
@@ -194,7 +195,8 @@ def test_engines_hang_die_and_come_while_others_are_watched(
             await shows(pilot, f"engine engine-{os.getpid()} (1 of 2)")
             made.generate([*range(42)], 2)
             await shows(pilot, "42 prompt tokens")
-            named = [t for t in threading.enumerate() if t.name.startswith("kvtiers-watch")]
+            began = [thread for thread in threading.enumerate() if thread not in others]
+            named = [thread for thread in began if thread.name.startswith("kvtiers-watch")]
             assert len(named) == 4 and all(thread.daemon for thread in named), "q would wait"
 
         play(folder, script)
