@@ -43,8 +43,8 @@ _SCAN = b"500"
 _NOTES = b"namespace:"
 _MARKS = b"size:"
 """In a note's name: of marks, which are no namespaces'."""
-_MARK_SECONDS = 30 * 86400.0
-"""How long a mark is kept where blocks are without a limit."""
+_MARK_MS = b"%d" % (30 * 86_400_000)
+"""How long a mark is kept: it is set as an engine starts, whose blocks live as long as it runs."""
 _TRIES = 5
 _SPECIAL = re.compile(rb"[*?\[\]\\]")
 _OTHER_LENGTH = Finding("damaged", "the value has another length, or is of another type")
@@ -60,7 +60,6 @@ class RedisRecords:
         self._place = str(settings.url)
         self._timeout = timeout
         self._ttl = () if ttl is None else (b"PX", b"%d" % max(1, round(ttl * 1000)))
-        self._mark_ms = b"%d" % max(1, round((ttl or _MARK_SECONDS) * 1000))
         self._prefix = key_prefix.encode() + b":"
         is_cluster = settings.url.is_cluster
         self._topology = Cluster(settings, timeout) if is_cluster else OneMaster(settings)
@@ -240,7 +239,7 @@ class RedisRecords:
         keys = self._mark_names(names)
 
         def operation(stream: Stream, positions: Sequence[int]) -> None:
-            more = b"1", b"PX", self._mark_ms
+            more = b"1", b"PX", _MARK_MS
             stream.send([command(b"SET", keys[position], *more) for position in positions])
             for _ in positions:
                 read_status(stream)

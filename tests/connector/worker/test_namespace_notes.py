@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.support.servers import RedisServer
 from tiers.connector.worker.namespace_notes import NamespaceNotes, _mark, describe, logger
 from tiers.disk.spec import DiskSpec
 from tiers.remote.object_spec import ObjectSpec
+from tiers.remote.packs.marks import BucketMarks
 from tiers.remote.shared_spec import SharedSpec
 from tiers.remote.spec import RedisSpec
 
@@ -112,6 +115,46 @@ def test_of_an_encrypted_tier_nothing_is_noted(
     assert marks is not None
     assert not any(marks.marked([_mark("org/model", ranks) for ranks in (1, 2)]))
     marks.close()
+
+
+def test_a_mark_of_a_server_outlives_a_block_since_its_engine_may(
+    shared_server: RedisServer,
+) -> None:
+    spec = redis(shared_server).model_copy(update={"ttl": 60.0})
+    NamespaceNotes(spec, describe({}, "org/model", 16, 81920)).keep(bytes(16), lasts=True)
+    with shared_server.client() as client:
+        lives = {name: client.ttl(name) for name in client.keys(f"{spec.key_prefix}:*")}
+    assert len(lives) == 2
+    assert all((lives[name] > 86400) == (b":size:" in name) for name in lives)
+
+
+def test_a_mark_of_a_directory_is_used_by_each_start(tmp_path: Path) -> None:
+    spec, note = SharedSpec(path=tmp_path), describe({}, "org/model", 16, 81920)
+    NamespaceNotes(spec, note).keep(bytes(16), lasts=True)
+    (mark,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    os.utime(mark, (1, 1))
+    NamespaceNotes(spec, note).keep(bytes(16), lasts=True)
+    assert mark.stat().st_mtime > 1, "what was used least recently is evicted"
+
+
+class WaitingBucket:
+    """Answers no read before another one has come."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+        self.are_two = threading.Event()
+
+    def read(self, name: str, start: int, into: object) -> int | None:
+        self.asked.add(name)
+        if len(self.asked) > 1:
+            self.are_two.set()
+        assert self.are_two.wait(10)
+        return None
+
+
+def test_a_slow_bucket_is_asked_for_several_marks_at_once() -> None:
+    marks = BucketMarks(WaitingBucket())  # type: ignore[arg-type]
+    assert marks.marked([bytes([size]) * 16 for size in range(9)]) == [False] * 9
 
 
 def test_marks_are_no_records_of_a_tool(shared_server: RedisServer) -> None:

@@ -80,7 +80,7 @@ class NamespaceNotes:
             if not self._has_looked and not note.rank:
                 self._has_looked = True
                 self._warn_of_other_sizes(self._other_sizes(note))
-        except (KVTiersError, OSError) as error:
+        except (KVTiersError, OSError, RuntimeError) as error:  # the last: no thread can be had
             logger.info(
                 "tier %r: kvtiers inspect can't name the model of its blocks, nor an engine those "
                 "of another size: no note can be kept of their namespace (%s)",
@@ -113,10 +113,10 @@ class NamespaceNotes:
         """Say that engines of this model with more or fewer ranks find nothing of each other's."""
         if sizes:
             logger.warning(
-                "tier %r has KV of %s from engines of %s rank(s), and this one has %d: neither "
-                "finds what the other stores, so each computes and stores a prompt itself, here "
-                "%s a token. Give all engines one tensor parallel size. (Records that they share "
-                "are not built: single KV heads take 1.4 to 2.5 times as long to copy)",
+                "tier %r was given KV of %s from engines of %s rank(s), and this one has %d: "
+                "neither finds what the other stores, so each computes and stores a prompt itself, "
+                "here %s a token. Give all engines one tensor parallel size. (Records that they "
+                "share are not built: single KV heads take 1.4 to 2.5 times as long to copy)",
                 log_name(self._spec),
                 self._note.model,
                 " and ".join(map(str, sizes)),

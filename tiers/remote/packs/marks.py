@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tiers.concurrency.executors import io_executor
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.pack import name_of
 
 _REST = b"mark"
 """Shorter than what any block's key has behind its namespace."""
+_AT_ONCE = 8
 
 
 class BucketMarks:
@@ -19,11 +21,19 @@ class BucketMarks:
 
     def mark(self, names: Sequence[bytes]) -> None:
         for name in names:
-            self._bucket.put(name_of(name + _REST), [_REST])
+            if not self._is_marked(name):  # to read it is a use, by which it is kept
+                self._bucket.put(name_of(name + _REST), [_REST])
 
     def marked(self, names: Sequence[bytes]) -> list[bool]:
+        executor = io_executor(min(_AT_ONCE, len(names)), "marks")
+        try:
+            return [*executor.map(self._is_marked, names)]
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _is_marked(self, name: bytes) -> bool:
         into = [memoryview(bytearray(len(_REST)))]
-        return [self._bucket.read(name_of(name + _REST), 0, into) is not None for name in names]
+        return self._bucket.read(name_of(name + _REST), 0, into) is not None
 
     def close(self) -> None:
         self._bucket.close()
