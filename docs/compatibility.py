@@ -65,8 +65,7 @@ was that of an engine without connectors.
 BY_DEFAULT = """
 ## Python
 
-Engines ran on 3.11. What needs none ran on 3.12 (`make test-python PYTHON=...`). 3.13 is not
-claimed.
+Engines ran on 3.11. What needs none ran on 3.11, 3.12 and 3.13 (`make test-python PYTHON=...`).
 
 ## What vLLM does by default on GPUs
 
