@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.compatibility import Cells
 from tests.support.plugin_packages import Install, write_package
 from tests.support.servers import RedisServer, binaries
+from tiers.concurrency.repeated_log import RepeatedLog
 
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
 
@@ -50,6 +52,17 @@ def own_loggers() -> None:
         log.parent = logging.getLogger()
         if log.level:
             log.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def no_late_lines() -> Iterator[None]:
+    """What a test repeats is not summed up in the log of another one, a minute later."""
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            owner = getattr(thread.function, "__self__", None)
+            if isinstance(owner, RepeatedLog):
+                thread.cancel()
 
 
 @pytest.fixture

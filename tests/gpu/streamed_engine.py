@@ -188,6 +188,7 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(loading, "wait_a_moment", lambda futures: None)
         for module in (cuda, loading, offloading_worker, host_slots):
             patch.setattr(module, "wait", self.threads.wait)
+        patch.setattr(host_slots, "Prefault", lambda *_: None)  # a thread, which no model waits for
         patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
         self.tells_of_sleep = tells_of_sleep
         opener = partial(StreamedCopier, in_step=not tells_of_sleep)

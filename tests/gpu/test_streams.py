@@ -82,6 +82,7 @@ def serve(model: Model, runner: Runner, patch: pytest.MonkeyPatch, seed: int) ->
             engine.sleep()
     engine.run()
     engine.check()
+    engine.close()
     return engine
 
 

@@ -4,7 +4,7 @@ and nothing is looked up again that can't have changed."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -39,6 +39,16 @@ class IndexSpec(GivenSpec):
     verifies: ClassVar[bool] = True
 
 
+MADE: list[Halves] = []
+
+
+@pytest.fixture(autouse=True)
+def _closes_halves() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().chain.shutdown()
+
+
 class Halves:
     """The scheduler halves of a chain, whose stores end in the step that begins them."""
 
@@ -57,6 +67,7 @@ class Halves:
         )
         engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
         self.chain = open_scheduler(chain, engine, self.clock)
+        MADE.append(self)
         shakes = {rank: WorkerHandshake(rank, SPACES[rank], PAYLOAD) for rank in range(RANKS)}
         self.hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
         self.asks = 0

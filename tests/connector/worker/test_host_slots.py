@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,25 @@ from tiers.gpu.copier import open_copier
 ENGINE = EngineInfo({"model": "m"}, block_tokens=4, hash_tokens=4, num_blocks=8)
 
 
-def host_with(kv: torch.Tensor, engine: EngineInfo = ENGINE) -> HostSlots:
-    host = HostSlots(engine, PoolSize(1 << 16, 0, 0, engine.world_size), open_copier)
+OPENED: list[HostSlots] = []
+
+
+@pytest.fixture(autouse=True)
+def _closes_hosts() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def opened(host: HostSlots, kv: torch.Tensor) -> HostSlots:
     host.open({"layer": kv})
+    OPENED.append(host)
     return host
+
+
+def host_with(kv: torch.Tensor, engine: EngineInfo = ENGINE) -> HostSlots:
+    size = PoolSize(1 << 16, 0, 0, engine.world_size)
+    return opened(HostSlots(engine, size, open_copier), kv)
 
 
 def numbered() -> torch.Tensor:
@@ -108,9 +124,7 @@ def growing(tmp_path: Path, slots: int = 8) -> HostSlots:
         (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "proc" / name).write_text(text)
     size = PoolSize(slots << 12, 0, 0, 1, (("cpu", slots << 12),), can_grow=True)
-    host = HostSlots(ENGINE, size, open_copier, tmp_path)
-    host.open({"layer": numbered()})
-    return host
+    return opened(HostSlots(ENGINE, size, open_copier, tmp_path), numbered())
 
 
 def settled(host: HostSlots) -> int:
