@@ -1,9 +1,4 @@
-"""Tiny models of random weights whose answers depend on every part of a prompt.
-
-Weights as vLLM's `load_format=dummy` makes them are all but zero: each token is then as likely as
-any other, and whatever KV the engine reads the answer is the same, wrong KV's too. Here they are
-large enough that attention looks somewhere, and the same in every session.
-"""
+"""Tiny models of random weights, written once a session, and what goes with them."""
 
 from __future__ import annotations
 
@@ -11,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-INITIALIZER_RANGE = 0.3
-"""Standard deviation of all weights: attention has favourites, yet looks at more than one."""
+from bench import engine_models
+from bench.engine_models import INITIALIZER_RANGE
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -21,34 +16,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     A model has one folder, made once: where it lies is part of what its KV is known by.
     """
     model = folder / str(config["model_type"])
-    if not model.exists():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        made = AutoConfig.for_model(**{"initializer_range": INITIALIZER_RANGE, **config})
-        torch.manual_seed(0)
-        whole = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-        with torch.no_grad():
-            _remember(whole)
-        whole.save_pretrained(model)
-    return model
-
-
-FACTORS = {"embed_tokens": 0.05, "down_proj": 0.01, "out_proj": 20.0, "o_proj": 20.0}
-
-
-def _remember(model: Any) -> None:
-    """Let the states of linear attention last and outweigh the last tokens: made at random, they
-    forget a prefix within a hundred tokens."""
-    weights = dict(model.named_parameters())
-    if not any(name.endswith("A_log") for name in weights):
-        return
-    for name, parameter in weights.items():
-        if name.endswith("A_log"):
-            parameter.fill_(-9.0)
-        for part, factor in FACTORS.items():
-            if part in name:
-                parameter.mul_(factor)
+    return model if model.exists() else engine_models.write_model(model, config, "float32")
 
 
 ADAPTER_RANK = 8
