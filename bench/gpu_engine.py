@@ -1,13 +1,15 @@
-"""A real vLLM on this machine: without a chain, with one, and with vLLM's own OffloadingConnector.
+"""A real vLLM on this machine: what it answers with a chain, and how soon, beside vLLM's own
+OffloadingConnector and no connector.
 
-    python -m bench.gpu_engine [--json FILE] [--smoke]      make gpu-engine
+    python -m bench.gpu_engine [--json FILE] [--smoke] [--only equal|speed]      make gpu-engine
 
-Eager first, then graphs, then Model Runner V1: each engine answers the same prompts, and once more
-when they have left its own cache. Answers that are not those without a chain end it, after that
-engine has been run with less and less: without asynchronous scheduling, without loads, with the
-older runner. Writes JSON anew after each engine, and prints time to first token and throughput. It
-ends with 0 if there is a GPU, and all engines with a chain ran and answered as those without.
-`--smoke`: a tiny model, which shows only that all of it runs, on a CPU too.
+`equal`: small models of four kinds, runners, graphs. Each has to answer from tiers what it answers
+from its own cache, to the last bit of the log probabilities. `speed`, with a model of 3B's shape:
+time to first token by prompt length, with 1 and 16 prompts at once, without a connector, with
+vLLM's own, with a chain, and restarted with that chain's disk. Engines start beside each other;
+those of `speed` are asked one by one, and once the others have ended. Writes JSON anew after each.
+It ends with 0 if there is a GPU, and all engines with a chain ran and answered what they should.
+`--smoke`: small models and short prompts, which shows only that all of it runs, on a CPU too.
 """
 
 from __future__ import annotations
@@ -18,141 +20,237 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.engine_models import LARGE, LATENT, SMALL, STATES, WINDOWS, write_model
 from bench.gpu_facts import facts
 from bench.report import machine
+from tiers.engine.identity.digests import SETTLED_SECONDS
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "build" / "gpu-engine.json"
 SECONDS = 590.0
-ENGINE_SECONDS = 150.0
-TAIL = 3000
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-SMALL = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
-SMALL |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-"""64 KiB of KV a token."""
-VOCABULARY = 1000
+ENGINE_SECONDS = 200.0
+TAIL = 6000
+ANSWER = 8
+EAGER: dict[str, Any] = {"enforce_eager": True}
+GRAPHS: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+FULL_GRAPHS: dict[str, Any] = {
+    **GRAPHS,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+"""Without a compiler of PyTorch's."""
+V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": number} for number in ("0", "1"))
+TRITON: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": "triton"}}
+OWN_SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""Kernels of vLLM's own, not of a package that is not carried."""
 
 
 @dataclass(frozen=True)
-class Mode:
-    """How an engine computes: `env` and arguments of LLM."""
+class Engine:
+    """One engine: its model, how it computes (`env` and arguments of LLM), what is beside it, and
+    the cells that it is asked; see `engine_child`."""
 
     name: str
+    model: str
     env: Mapping[str, str]
-    engine: Mapping[str, Any]
+    more: Mapping[str, Any]
+    connector: str
+    cells: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Load:
-    """What each engine is asked; see `engine_child`. `blocks`: of the engine's own KV, fewer than
-    all prompts need."""
+class Plan:
+    """What is run: models by name, engines beside each other, and engines one by one; and by part
+    the sizes of a tier in memory and of one on disk."""
 
-    model: Mapping[str, int]
-    dtype: str
-    tokens: int
-    prompts: int = 4
-    answer: int = 16
-    at_once: int = 16
-    block_tokens: int = 16
-
-    @property
-    def blocks(self) -> int:
-        return 2 * (self.tokens + self.answer) // self.block_tokens + 8
-
-    @property
-    def cache_bytes(self) -> int:
-        """Enough for all blocks of all prompts, twice."""
-        layers, heads = self.model["num_hidden_layers"], self.model["num_key_value_heads"]
-        width = {"float32": 4, "bfloat16": 2}[self.dtype]
-        token = 2 * layers * heads * self.model["head_dim"] * width
-        return 2 * token * (self.tokens + self.answer) * (self.prompts + self.at_once + 1)
+    models: Mapping[str, tuple[Mapping[str, Any], str]]
+    equal: Sequence[Engine]
+    speed: Sequence[Engine]
+    sizes: Mapping[str, tuple[str, str]]
 
 
-EAGER, GRAPHS = {"enforce_eager": True}, {"enforce_eager": False}
-V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": number} for number in ("0", "1"))
-MODES = (
-    Mode("V2, eager", V2, EAGER),
-    Mode("V2, graphs", V2, GRAPHS),
-    Mode("V1, eager", V1, EAGER),
+EQUAL_CELLS = ((2000, 1), (6000, 1), (3000, 4), (12000, 1))
+SPEED_CELLS = ((1024, 1), (4096, 1), (16384, 1), (65536, 1), (1024, 16), (2048, 16))
+KINDS = {"llama": SMALL, "windows": WINDOWS, "latent": LATENT, "states": STATES}
+
+
+def _beside(share: float, gib: int, length: int, blocks: int) -> dict[str, Any]:
+    """Arguments of engines that share a GPU: blocks for requests up to a length, and few more."""
+    return {
+        "gpu_memory_utilization": share,
+        "kv_cache_memory_bytes": gib << 30,
+        "max_model_len": length,
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": blocks,
+        "enable_prefix_caching": True,
+    }
+
+
+def _equal(kind: str, env: Mapping[str, str], how: str, blocks: int, **more: Any) -> Engine:
+    name = f"{kind}, V{1 + (env is V2)}, {how}"
+    return Engine(
+        name, kind, env, {**_beside(0.1, 2, 13_000, blocks), **more}, "chain", EQUAL_CELLS
+    )
+
+
+def _speed(connector: str) -> Engine:
+    more = {**_beside(0.2, 9, 65536 + 64, 4400), **FULL_GRAPHS}
+    return Engine(connector, "3B", V2, more, connector, SPEED_CELLS)
+
+
+FULL = Plan(
+    models={**{name: (one, "bfloat16") for name, one in KINDS.items()}, "3B": (LARGE, "bfloat16")},
+    equal=(
+        _equal("llama", V2, "graphs", 900, **GRAPHS),
+        _equal("llama", V1, "graphs", 900, **GRAPHS),
+        _equal("windows", V2, "full graphs", 1500, **FULL_GRAPHS, max_num_batched_tokens=2048),
+        _equal("latent", V2, "full graphs", 900, **FULL_GRAPHS),
+        _equal("states", V2, "full graphs", 160, **FULL_GRAPHS, **TRITON),
+    ),
+    speed=tuple(map(_speed, ("none", "native", "chain", "restarted"))),
+    sizes={"equal": ("1GiB", "2GiB"), "speed": ("28GiB", "32GiB")},
 )
-FULL = Load(SMALL, "bfloat16", tokens=8192)
-SMOKE = Load(TINY, "float32", tokens=256, answer=4, at_once=4, block_tokens=32)
-CONNECTORS = ("none", "chain", "native")
+_SMOKE = {**EAGER, "max_model_len": 1024, "block_size": 32, "num_gpu_blocks_override": 44}
+_TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+_SMOKE_CELLS = ((256, 1), (320, 4), (999, 1), (512, 1))
+
+
+def _smoke(name: str, connector: str) -> Engine:
+    return Engine(name, "llama", V1, _SMOKE, connector, _SMOKE_CELLS)
+
+
+SMOKE = Plan(
+    models={"llama": (_TINY, "float32")},
+    equal=(_smoke("llama, V1, eager", "chain"),),
+    speed=tuple(_smoke(name, name) for name in ("none", "chain", "restarted", "native")),
+    sizes={"equal": ("64MiB", "64MiB"), "speed": ("64MiB", "64MiB")},
+)
 
 
 @dataclass
 class Runs:
-    """Runs engines one after the other, and keeps what came of each in `file`."""
+    """Runs a plan's engines, and keeps what came of each in `file`. `scratch`: where models and
+    disk tiers are."""
 
-    load: Load
+    plan: Plan
     file: Path
-    folder: Path
+    scratch: Path
     began: float = field(default_factory=time.monotonic)
     said: dict[str, Any] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Without it two engines that end together would write one file."""
 
-    def run(self, mode: Mode, connector: str, **more: Any) -> dict[str, Any]:
-        """Run one engine and write what came of it; `more`: of the job."""
-        name = f"{mode.name}, {connector}"
-        result = self.folder / "result.json"
-        result.unlink(missing_ok=True)
-        job = {**self._job(mode, connector), "result": str(result), **more}
+    def all(self, parts: Sequence[str]) -> bool:
+        """Run these parts' engines; whether each is as it should be. One that is restarted starts
+        when the one with the same chain has ended."""
+        asked = [(one, part) for part in parts for one in getattr(self.plan, part)]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            runs: dict[str, Future[bool]] = {}
+            for engine, part in asked:
+                before = runs.get("chain") if engine.connector == "restarted" else None
+                runs[engine.name] = pool.submit(self.run, engine, part, before)
+        return all(run.result() for run in runs.values())
+
+    def run(self, engine: Engine, part: str, before: Future[bool] | None = None) -> bool:
+        """Run one engine, once what is to be `before` has ended, and write what came of it; whether
+        it is as it should be. An engine without a chain is, whatever came of it."""
+        if before is not None:
+            before.exception()
+        file = self.scratch / f"{part}, {engine.name}.json"
         began = time.monotonic()
-        left = SECONDS - (began - self.began)
-        output, code = _child(job, mode.env, max(1.0, min(ENGINE_SECONDS, left)))
+        left = min(ENGINE_SECONDS, SECONDS - (began - self.began))
+        output, code = _child(self._job(engine, part, file), engine.env, max(1.0, left))
         came: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - began, 1)}
-        if code == 0 and result.exists():
-            came |= json.loads(result.read_text())
+        if code == 0 and file.exists():
+            came |= json.loads(file.read_text())
+            came["cells"] = [told(cell) for cell in came["cells"]]
         else:
             came["output"] = output[-TAIL:]
-        self.said["engines"][name] = came
-        self.write()
-        print(f"{name}: {_summary(came)}", flush=True)
-        return came
+        with self.lock:
+            self.said["engines"].setdefault(part, {})[engine.name] = came
+            write(self.file, self.said)
+        print("\n".join(_lines(f"{part}, {engine.name}", came)), flush=True)
+        return engine.connector in ("none", "native") or is_right(came, engine)
 
-    def write(self) -> None:
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(json.dumps(self.said, indent=1) + "\n")
-        fresh.replace(self.file)
-
-    def _job(self, mode: Mode, connector: str) -> dict[str, Any]:
-        load = self.load
-        engine = {
-            "model": str(self.folder / "model"),
-            "dtype": load.dtype,
-            "block_size": load.block_tokens,
-            "max_model_len": load.tokens + load.answer + load.block_tokens,
-            "num_gpu_blocks_override": load.blocks,
-            **mode.engine,
-        }
-        if connector != "none":
-            engine["kv_transfer_config"] = self._transfer(connector)
-        asked = {"prompts": load.prompts, "tokens": load.tokens, "answer": load.answer}
-        return {"engine": engine, **asked, "at_once": load.at_once, "loads": True}
-
-    def _transfer(self, connector: str) -> dict[str, Any]:
-        if connector == "native":
-            extra: dict[str, Any] = {"cpu_bytes_to_use": self.load.cache_bytes}
-            return {
+    def _job(self, engine: Engine, part: str, file: Path) -> dict[str, Any]:
+        model, dtype = self.scratch / "models" / engine.model, self.plan.models[engine.model][1]
+        folder = self.scratch / part / ("disk" if part == "speed" else engine.name)
+        arguments = {"model": str(model), "dtype": dtype, **engine.more}
+        if engine.connector == "native":
+            arguments["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 28 << 30},
             }
-        disk = {"type": "disk", "path": str(self.folder / "disk"), "capacity": "4GiB"}
-        cpu = {"type": "cpu", "capacity": self.load.cache_bytes}
-        chain = {"version": 1, "load_when": "always", "tiers": [cpu, disk]}
+        elif engine.connector != "none":
+            arguments["kv_transfer_config"] = _chain(folder, *self.plan.sizes[part])
         return {
-            "kv_connector": "KVTiersConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"chain": chain},
+            "engine": arguments,
+            "cells": engine.cells,
+            "answer": ANSWER,
+            "again": engine.connector in ("chain", "native"),
+            "folder": str(folder) if engine.connector == "chain" else None,
+            "turn": str(self.scratch / "turn"),
+            "alone": part == "speed",
+            "result": str(file),
         }
+
+
+def _chain(folder: Path, in_memory: str, on_disk: str) -> dict[str, Any]:
+    """The configuration of our connector, with a tier in memory and one on disk of these sizes."""
+    disk = {"type": "disk", "path": str(folder), "capacity": on_disk}
+    cpu = {"type": "cpu", "capacity": in_memory}
+    chain = {"version": 1, "load_when": "always", "tiers": [cpu, disk]}
+    return {
+        "kv_connector": "KVTiersConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"chain": chain},
+    }
+
+
+def told(cell: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a cell: seconds to the first token and cached tokens, by median, and how many
+    answers from tiers were those from the engine's own cache, by tokens and to the last bit of log
+    probabilities. Where a cell was not asked again, what it was asked first came from tiers."""
+    own, again = cell["own"], cell.get("again", cell["cold"])
+    count = cell["at_once"]
+    came: dict[str, Any] = {"length": cell["length"], "at_once": count}
+    came["tokens_per_second"] = count * (cell["length"] + ANSWER) / cell["seconds"]
+    for name, answers in (("cold", cell["cold"]), ("own", own), ("again", again)):
+        came[f"ttft_{name}"] = statistics.median(one["ttft"] or 0.0 for one in answers)
+        came[f"cached_{name}"] = statistics.median(one["cached"] for one in answers)
+    tiers = {name for one in again for name in one["from_tiers"]}
+    came["from_tiers"] = {
+        name: statistics.median(one["from_tiers"].get(name, 0) for one in again) for name in tiers
+    }
+    pairs = list(zip(own, again, strict=True))
+    came["same_answers"] = sum(one["answer"] == two["answer"] for one, two in pairs)
+    came["same_bits"] = sum(one["logprobs"] == two["logprobs"] for one, two in pairs)
+    if "other" in cell:
+        came["prefix_matters"] = cell["other"]["logprobs"] != own[0]["logprobs"]
+    return came
+
+
+def is_right(came: Mapping[str, Any], engine: Engine) -> bool:
+    """Whether an engine with a chain ran, loaded, and answered from tiers the same as from its own
+    cache. One prompt alone is computed the same way again, to the last bit; of several at once the
+    batches differ, and so may rounding."""
+    cells = came.get("cells", ())
+    return len(cells) == len(engine.cells) and all(
+        cell.get("prefix_matters", True)
+        and cell["cached_again"] == cell["cached_own"]
+        and sum(cell["from_tiers"].values()) > 0.9 * cell["cached_again"]
+        and (cell["at_once"] > 1 or cell["same_bits"] == 1)
+        for cell in cells
+    )
 
 
 def _child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple[str, int | None]:
@@ -160,7 +258,7 @@ def _child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.engine_child"],
         cwd=ROOT,
-        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **env},
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **OWN_SAMPLER, **env},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -177,115 +275,53 @@ def _child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple
         return output, None
 
 
-def _summary(came: Mapping[str, Any]) -> str:
-    if "rounds" not in came:
+def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
+    if "cells" not in came:
         lines = str(came["output"]).strip().splitlines()
-        return f"exit {came['exit']}: {lines[-1] if lines else 'it printed nothing'}"
-    cold, again = came["rounds"]
-    first, second = (statistics.median(one["ttft"] or 0 for one in part) for part in (cold, again))
-    cached = sum(one["cached"] for one in again)
-    return (
-        f"TTFT {first * 1e3:.1f} ms, again {second * 1e3:.1f} ms ({cached} tokens from caches), "
-        f"{came['tokens_per_second']:,.0f} tokens/s at once, {came['runner']}, "
-        f"{'asynchronous' if came['async_scheduling'] else 'synchronous'}"
-    )
+        return [f"{name}: exit {came['exit']}: {lines[-1] if lines else 'it printed nothing'}"]
+    how = f"{came['runner']}, {came['graphs']}, async {came['async_scheduling']}"
+    return [f"{name}: {how}, {came['seconds']} s"] + [
+        f"  {cell['length']:>6} x {cell['at_once']:<2} TTFT ms cold {cell['ttft_cold'] * 1e3:.1f} "
+        f"own {cell['ttft_own'] * 1e3:.1f} again {cell['ttft_again'] * 1e3:.1f} "
+        f"(cached {cell['cached_own']:.0f}, {cell['cached_again']:.0f}, of {cell['from_tiers']}), "
+        f"{cell['tokens_per_second']:,.0f} tokens/s, same {cell['same_answers']}, to the bit "
+        f"{cell['same_bits']} of {cell['at_once']}"
+        for cell in came["cells"]
+    ]
 
 
-def answers(came: Mapping[str, Any]) -> list[Any] | None:
-    """All that an engine answered; None: it did not."""
-    if "rounds" not in came:
-        return None
-    return [[one["answer"] for one in part] for part in came["rounds"]] + [came["together"]]
+def write(file: Path, said: dict[str, Any]) -> None:
+    """Write what is known so far; a machine that goes away leaves a whole file."""
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps(said, indent=1) + "\n")
+    fresh.replace(file)
 
 
-def fewer(mode: Mode) -> Iterator[tuple[Mode, dict[str, Any]]]:
-    """A mode with less and less, to see which part changes answers."""
-    engine = {**mode.engine, "async_scheduling": False}
-    yield replace(mode, name=f"{mode.name}, synchronous", engine=engine), {}
-    yield replace(mode, name=f"{mode.name}, without loads"), {"loads": False}
-    yield replace(mode, name=f"{mode.name}, by V1 and eager", env=V1, engine=EAGER), {}
-
-
-def run_all(runs: Runs, modes: Sequence[Mode], connectors: Sequence[str] = CONNECTORS) -> bool:
-    """Run every mode with every connector; whether those with a chain answered as without. The
-    first that does not ends it. A mode that starts without no connector is left out."""
-    equal = 0
-    for mode in modes:
-        plain = answers(runs.run(mode, "none"))
-        if plain is None:
-            continue
-        for connector in connectors[1:]:
-            found = answers(runs.run(mode, connector))
-            if connector == "chain" and found is None:
-                return False
-            if found is not None and found != plain:
-                runs.said["differs"] = _bisect(runs, mode, connector)
-                runs.write()
-                if connector == "chain":
-                    return False
-            equal += connector == "chain"
-    return equal > 0
-
-
-def _bisect(runs: Runs, mode: Mode, connector: str) -> dict[str, Any]:
-    """Which engines with less answer as the same without a connector."""
-    equal = {}
-    for less, more in fewer(mode):
-        plain = answers(runs.run(less, "none", **more))
-        equal[less.name] = plain is not None and plain == answers(runs.run(less, connector, **more))
-    return {"mode": mode.name, "connector": connector, "equal": equal}
-
-
-def write_model(folder: Path, model: Mapping[str, int], dtype: str) -> None:
-    """Write a Llama of random weights, whose answers depend on all of a prompt."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, inner = model["hidden_size"], model["intermediate_size"]
-    queries = model["num_attention_heads"] * model["head_dim"]
-    keys = model["num_key_value_heads"] * model["head_dim"]
-    shapes = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden)}
-    shapes |= {"self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries)}
-    shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
-    shapes |= {"mlp.down_proj": (hidden, inner)}
-    spread, kind = 0.3 * (64 / hidden) ** 0.5, getattr(torch, dtype)
-    made = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Any:
-        return (torch.randn(shape, generator=made) * spread).to(kind)
-
-    weights = {f"{name}.weight": draw(VOCABULARY, hidden) for name in ("model.embed_tokens",)}
-    weights["lm_head.weight"] = draw(VOCABULARY, hidden)
-    weights["model.norm.weight"] = torch.ones(hidden, dtype=kind)
-    for layer in range(model["num_hidden_layers"]):
-        of = f"model.layers.{layer}"
-        weights |= {f"{of}.{name}.weight": draw(*shape) for name, shape in shapes.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{of}.{name}.weight"] = torch.ones(hidden, dtype=kind)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **model}
-    config |= {"vocab_size": VOCABULARY, "max_position_embeddings": 131072, "torch_dtype": dtype}
-    config |= {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def main(file: Path, smoke: bool) -> int:
+def main(file: Path, plan: Plan, only: str | None = None, scratch: Path | None = None) -> int:
     """Run all and write `file`."""
-    folder = file.with_suffix("")
-    load = SMOKE if smoke else FULL
-    write_model(folder / "model", load.model, load.dtype)
+    import torch
+
+    scratch = scratch or file.with_suffix("")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = [only] if only else ["equal", "speed"]
+    for name in {one.model for part in parts for one in getattr(plan, part)}:
+        config, dtype = plan.models[name]
+        if not (scratch / "models" / name).exists():
+            write_model(scratch / "models" / name, dict(config), dtype, device)
+    time.sleep(2 * SETTLED_SECONDS)  # of weights younger than that no KV outlasts an engine
+    torch.cuda.empty_cache()
     here = {**machine(), "device": facts()}
-    runs = Runs(load, file, folder, said={"machine": here, "engines": {}})
-    runs.write()
-    fine = run_all(runs, MODES)
+    fine = Runs(plan, file, scratch, said={"machine": here, "engines": {}}).all(parts)
     print(f"{file}: {here['gpu'] or 'no CUDA device here'}, {'equal' if fine else 'not equal'}")
-    return 0 if fine and (here["gpu"] or smoke) else 1
+    return 0 if fine and (here["gpu"] or plan is SMOKE) else 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=FILE)
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--only", choices=("equal", "speed"))
+    parser.add_argument("--scratch", type=Path, help="for models and disk tiers; some 40 GB")
     given = parser.parse_args()
-    sys.exit(main(given.json, given.smoke))
+    chosen = SMOKE if given.smoke else FULL
+    sys.exit(main(given.json, chosen, given.only, given.scratch))

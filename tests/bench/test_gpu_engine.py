@@ -1,45 +1,38 @@
-"""`make gpu-engine` where there is no GPU: its order, what it does when answers differ, and all of
-it with the CPU's engine in the GPU's place."""
+"""`make gpu-engine` where there is no GPU: its order, what it makes of wrong answers, and all of it
+with the CPU's engine in the GPU's place."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import gpu_engine
-from bench.gpu_engine import MODES, SMOKE, Runs, main, run_all
+from bench import engine_child, gpu_engine
+from bench.gpu_engine import EQUAL_CELLS, FULL, SMOKE, SPEED_CELLS, Runs, is_right, main, told
 
-
-def came(token: int = 1) -> dict[str, Any]:
-    one = {"answer": [token], "cached": 0, "ttft": 0.1}
-    result = {"rounds": [[one], [one]], "together": [[token]], "tokens_per_second": 1.0}
-    return {**result, "runner": "V2", "async_scheduling": True}
-
-
-Behaves = Callable[[dict[str, Any], Mapping[str, str]], dict[str, Any] | None]
+PARTS = ["equal", "speed"]
+(CHAIN,) = SMOKE.equal
+Result = dict[str, Any]
+Behaves = Callable[[dict[str, Any]], Result | None]
 """What an engine of a job gives; None: it does not start."""
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Behaves], Runs]:
-    def make(behaves: Behaves) -> Runs:
-        def child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple[str, int]:
-            assert 0 < seconds <= gpu_engine.ENGINE_SECONDS
-            result = behaves(job, env)
-            if result is None:
-                return "it does not start", 1
-            Path(job["result"]).write_text(json.dumps(result))
-            return "", 0
-
-        monkeypatch.setattr(gpu_engine, "_child", child)
-        said: dict[str, Any] = {"engines": {}}
-        return Runs(SMOKE, tmp_path / "engine.json", tmp_path, said=said)
-
-    return make
+def answer(cached: int, tiers: Mapping[str, int], logprob: float = -0.5) -> dict[str, Any]:
+    return {
+        "answer": [7, 8],
+        "logprobs": [{"7": logprob}, {"8": -1.0}],
+        "cached": cached,
+        "from_tiers": dict(tiers),
+        "ttft": 0.1,
+    }
 
 
 def connector(job: dict[str, Any]) -> str:
@@ -47,55 +40,322 @@ def connector(job: dict[str, Any]) -> str:
     return str(transfer.get("kv_connector", "none"))
 
 
+def right(job: dict[str, Any]) -> Result:
+    """What an engine gives that does as it should; the restarted one has all from the disk."""
+    chained = connector(job) == "KVTiersConnector"
+    cells = []
+    for length, at_once in job["cells"]:
+        cached, tiers = (length, {"disk": length}) if chained else (0, {})
+        cell = {"length": length, "at_once": at_once, "seconds": 0.5}
+        cell["own"] = [answer(length, {}) for _ in range(at_once)]
+        first = [answer(0, {}) for _ in range(at_once)]
+        later = [answer(cached, tiers) for _ in range(at_once)]
+        cell |= {"cold": first, "again": later} if job["again"] else {"cold": later}
+        cells.append(cell)
+    cells[0]["other"] = answer(0, {}, -0.7)
+    result = {"runner": "V2", "async_scheduling": True, "graphs": "FULL", "start_seconds": 1.0}
+    return {**result, "cells": cells}
+
+
+def wrong(job: dict[str, Any]) -> Result:
+    """One log probability differs in its last bit."""
+    result = right(job)
+    cell = result["cells"][-1]
+    cell["again" if job["again"] else "cold"][0]["logprobs"][1]["8"] = -1.0000000000000002
+    return result
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Behaves], Runs]:
+    def make(behaves: Behaves) -> Runs:
+        def child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple[str, int]:
+            assert 0 < seconds <= gpu_engine.ENGINE_SECONDS
+            result = behaves(job)
+            if result is None:
+                return "begins\nit does not start", 1
+            Path(job["result"]).write_text(json.dumps(result))
+            return "", 0
+
+        monkeypatch.setattr(gpu_engine, "_child", child)
+        return Runs(SMOKE, tmp_path / "engine.json", tmp_path, said={"engines": {}})
+
+    return make
+
+
 def written(made: Runs) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(made.file.read_text())
+    found: dict[str, Any] = json.loads(made.file.read_text())["engines"]
     return found
 
 
-def test_equal_answers_in_every_mode(runs: Callable[[Behaves], Runs]) -> None:
-    made = runs(lambda job, env: came())
-    assert run_all(made, MODES)
-    assert [*written(made)["engines"]] == [
-        f"{mode.name}, {name}" for mode in MODES for name in ("none", "chain", "native")
-    ]
-
-
-def test_answers_that_differ_end_it_and_are_narrowed_down(
-    runs: Callable[[Behaves], Runs],
-) -> None:
-    """Here loads go wrong, whatever else there is."""
-
-    def loads_wrong(job: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-        return came(2 if connector(job) == "KVTiersConnector" and job["loads"] else 1)
-
-    made = runs(loads_wrong)
-    assert not run_all(made, MODES)
+def test_right_answers(runs: Callable[[Behaves], Runs]) -> None:
+    jobs: list[dict[str, Any]] = []
+    made = runs(lambda job: jobs.append(job) or right(job))  # type: ignore[func-returns-value]
+    assert made.all(PARTS)
     found = written(made)
-    equal = {name.partition("eager, ")[2]: one for name, one in found["differs"]["equal"].items()}
-    assert equal == {"synchronous": False, "without loads": True, "by V1 and eager": False}
-    assert not any("graphs" in name for name in found["engines"]), "nothing runs after it"
+    assert {part: {*engines} for part, engines in found.items()} == {
+        "equal": {"llama, V1, eager"},
+        "speed": {"none", "native", "chain", "restarted"},
+    }
+    assert all(one["exit"] == 0 for part in PARTS for one in found[part].values())
+    by_name = {Path(job["result"]).stem: job for job in jobs}
+    again = {name.partition(", ")[2]: job["again"] for name, job in by_name.items()}
+    assert again == {
+        "llama, V1, eager": True,
+        "none": False,
+        "native": True,
+        "chain": True,
+        "restarted": False,
+    }
+    assert {name: job["alone"] for name, job in by_name.items()} == {
+        name: name.startswith("speed") for name in by_name
+    }
+    kept, later = (by_name[f"speed, {name}"] for name in ("chain", "restarted"))
+    assert kept["engine"] == later["engine"], "it has the disk that was left"
+    assert kept["folder"] and not later["folder"]
 
 
-def test_a_mode_that_does_not_start_is_left_out(runs: Callable[[Behaves], Runs]) -> None:
-    """And a peer that does not start fails nothing."""
+def test_answers_that_differ_in_a_bit(runs: Callable[[Behaves], Runs]) -> None:
+    """And the engines beside it are heard all the same."""
+    made = runs(lambda job: right(job) if job["alone"] else wrong(job))
+    assert not made.all(PARTS)
+    assert sum(len(engines) for engines in written(made).values()) == 5
+    assert not runs(lambda job: wrong(job) if job["alone"] else right(job)).all(PARTS)
+    peer = runs(lambda job: wrong(job) if connector(job) != "KVTiersConnector" else right(job))
+    assert peer.all(PARTS), "what others answer is told, and judged by nobody"
 
-    def starts(job: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any] | None:
-        is_v1 = env["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-        return came() if is_v1 and connector(job) != "OffloadingConnector" else None
 
-    made = runs(starts)
-    assert run_all(made, MODES)
-    found = written(made)["engines"]
-    assert len(found) == 2 + 3
-    assert found["V2, eager, none"] == {"exit": 1, "seconds": 0.0, "output": "it does not start"}
+def test_it_ends_with_an_error_where_answers_differ(
+    runs: Callable[[Behaves], Runs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_engine, "write_model", lambda *_: None)
+    monkeypatch.setattr(gpu_engine, "SETTLED_SECONDS", 0.0)
+    file = tmp_path / "some.json"
+    runs(wrong)
+    assert main(file, SMOKE, scratch=tmp_path) == 1
+    runs(right)
+    assert main(file, SMOKE, scratch=tmp_path) == 0
+    assert main(file, SMOKE, only="speed", scratch=tmp_path) == 0
+    assert [*json.loads(file.read_text())["engines"]] == ["speed"]
+    monkeypatch.setattr(gpu_engine, "machine", lambda: {"gpu": ""})
+    plan = replace(SMOKE, speed=())
+    assert main(file, plan, scratch=tmp_path) == 1, "without a GPU only a smoke run is fine"
 
 
 def test_a_chain_that_does_not_start_fails_it(runs: Callable[[Behaves], Runs]) -> None:
-    def starts(job: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any] | None:
-        return None if connector(job) == "KVTiersConnector" else came()
+    """A peer that does not start fails nothing."""
 
-    assert not run_all(runs(starts), MODES)
-    assert not run_all(runs(lambda job, env: None), MODES), "no engine ran at all"
+    def without(name: str) -> Behaves:
+        return lambda job: None if connector(job) == name else right(job)
+
+    assert not runs(without("KVTiersConnector")).all(PARTS)
+    for name in ("none", "OffloadingConnector"):
+        made = runs(without(name))
+        assert made.all(PARTS)
+    native = written(made)["speed"]["native"]
+    assert native["exit"] == 1 and native["output"] == "begins\nit does not start"
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_restart_is_after_the_first_end(runs: Callable[[Behaves], Runs], starts: bool) -> None:
+    """Both have one disk. It is tried where the first did not start, too."""
+    again, ended = threading.Event(), threading.Event()
+
+    def behaves(job: dict[str, Any]) -> Result | None:
+        name = Path(job["result"]).stem
+        if name == "speed, chain":
+            assert not again.wait(0.5), "it began beside the first"
+            ended.set()
+            return right(job) if starts else None
+        if name == "speed, restarted":
+            again.set()
+            assert ended.is_set()
+        return right(job)
+
+    assert runs(behaves).all(PARTS) == starts
+    assert again.is_set()
+
+
+def a_cell(length: int = 1000, at_once: int = 1, **more: Any) -> dict[str, Any]:
+    own = [answer(992, {}) for _ in range(at_once)]
+    later = [answer(992, {"cpu": 600, "disk": 392}) for _ in range(at_once)]
+    cell = {"length": length, "at_once": at_once, "seconds": 2.0, "own": own, "again": later}
+    return {**cell, "cold": [answer(0, {}) for _ in range(at_once)], **more}
+
+
+def test_what_is_told_of_a_cell() -> None:
+    found = told(a_cell(other=answer(0, {}, -0.7)))
+    assert found == {
+        "length": 1000,
+        "at_once": 1,
+        "tokens_per_second": (1000 + gpu_engine.ANSWER) / 2,
+        "ttft_cold": 0.1,
+        "cached_cold": 0,
+        "ttft_own": 0.1,
+        "cached_own": 992,
+        "ttft_again": 0.1,
+        "cached_again": 992,
+        "from_tiers": {"cpu": 600, "disk": 392},
+        "same_answers": 1,
+        "same_bits": 1,
+        "prefix_matters": True,
+    }
+    several = a_cell(at_once=3)
+    several["again"][1]["logprobs"][0]["7"] = -0.51
+    several["again"][2] |= {"answer": [7, 9], "logprobs": [], "from_tiers": {}, "ttft": 0.4}
+    found = told(several)
+    assert (found["same_answers"], found["same_bits"]) == (2, 1)
+    assert (found["ttft_again"], found["from_tiers"]["disk"]) == (0.1, 392)
+    assert found["tokens_per_second"] == 3 * (1000 + gpu_engine.ANSWER) / 2
+    assert "prefix_matters" not in found
+    first = a_cell(cold=[answer(990, {"disk": 990})])
+    del first["again"]
+    found = told(first)
+    assert found["from_tiers"] == {"disk": 990} and found["cached_again"] == 990
+
+
+def cell_of(**more: Any) -> dict[str, Any]:
+    return {**told(a_cell()), **more}
+
+
+def came(**more: Any) -> dict[str, Any]:
+    """An engine whose last cell is so."""
+    cells = [told(a_cell()) for _ in CHAIN.cells]
+    return {"cells": [*cells[:-1], cell_of(**more)]}
+
+
+def test_what_is_right() -> None:
+    assert is_right(came(), CHAIN)
+    assert is_right(came(at_once=4, same_bits=0, same_answers=3), CHAIN), "batches differ"
+    assert not is_right(came(same_bits=0), CHAIN)
+    assert not is_right(came(prefix_matters=False), CHAIN), "nothing can be told by such a model"
+    assert not is_right(came(cached_again=960), CHAIN), "less came than the engine itself kept"
+    assert not is_right(came(from_tiers={"cpu": 400, "disk": 400}), CHAIN)
+    assert not is_right(came(from_tiers={}), CHAIN), "the engine's own cache had it"
+    assert not is_right({"cells": came()["cells"][1:]}, CHAIN), "a cell is missing"
+    assert not is_right({"exit": 1, "output": ""}, CHAIN)
+
+
+def holds(turn: str) -> str:
+    """How a file is locked by others."""
+    with Path(turn).open("a") as file:
+        for how, name in ((fcntl.LOCK_EX, "nobody"), (fcntl.LOCK_SH, "shared")):
+            try:
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            return name
+    return "alone"
+
+
+class FakeEngine:
+    """As much of vLLM's `LLM` as a child asks: it notes who holds the turn, and the prompts."""
+
+    def __init__(self, turn: str) -> None:
+        self.turn = turn
+        self.started, self.asked = "", set[str]()
+        self.prompts: list[tuple[int, ...]] = []
+        scheduler = SimpleNamespace(async_scheduling=True)
+        graphs = SimpleNamespace(cudagraph_mode="FULL")
+        config = SimpleNamespace(scheduler_config=scheduler, compilation_config=graphs)
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+
+    def start(self, **_: Any) -> FakeEngine:
+        self.started = holds(self.turn)
+        return self
+
+    def generate(self, prompts: Sequence[dict[str, Any]], *_: Any, **__: Any) -> list[Any]:
+        self.asked.add(holds(self.turn))
+        asked = [tuple(one["prompt_token_ids"]) for one in prompts]
+        self.prompts += asked
+        return [self._answer(prompt) for prompt in asked]
+
+    def _answer(self, prompt: tuple[int, ...]) -> Any:
+        place = {prompt[0]: SimpleNamespace(logprob=-float(prompt[0]))}
+        output = SimpleNamespace(token_ids=[prompt[0]], logprobs=[place])
+        said = {"kvtiers": {"cached_tokens": {"cpu": 16}}}
+        metrics = SimpleNamespace(first_token_latency=0.25)
+        return SimpleNamespace(
+            outputs=[output], num_cached_tokens=None, kv_transfer_params=said, metrics=metrics
+        )
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    made, vllm = FakeEngine(str(tmp_path / "turn")), ModuleType("vllm")
+    vllm.LLM, vllm.SamplingParams, vllm.TokensPrompt = made.start, dict, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    return made
+
+
+def ask(fake: FakeEngine, cells: Sequence[tuple[int, int]], **more: Any) -> dict[str, Any]:
+    job = {"engine": {}, "cells": cells, "answer": 8, "again": True, "folder": None}
+    return engine_child.run({**job, "turn": fake.turn, "alone": False, **more})
+
+
+def test_an_engine_waits_until_nobody_else_is_asked(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are asked beside each other have the turn from their start."""
+    cells = [(32, 1), (16, 2)]
+    ask(fake, cells)
+    assert (fake.started, fake.asked) == ("shared", {"shared"})
+    fake.asked.clear()
+    with Path(fake.turn).open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+
+        def flock(file: Any, how: int) -> None:
+            assert how == fcntl.LOCK_EX
+            other.close()
+            fcntl.flock(file, how)
+
+        patched = SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_SH=fcntl.LOCK_SH)
+        monkeypatch.setattr(engine_child, "fcntl", patched)
+        ask(fake, cells, alone=True)
+    assert (fake.started, fake.asked) == ("shared", {"alone"}), "it starts while the other is asked"
+    assert holds(fake.turn) == "nobody"
+
+
+ROOMS = {"equal": (EQUAL_CELLS, 900 * 16), "speed": (SPEED_CELLS, 4400 * 16)}
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_a_cell_comes_again_when_others_have_taken_its_room(
+    fake: FakeEngine, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, room = ROOMS[part]
+    really, kept = engine_child._evict, {}
+
+    def evict(llm: Any, job: dict[str, Any], cell: dict[str, Any]) -> None:
+        fake.prompts.clear()
+        really(llm, job, cell)
+        others = set(fake.prompts)
+        assert others.isdisjoint(map(tuple, engine_child._prompts(cell)))
+        kept[cell["length"], cell["at_once"]] = max(0, room - sum(map(len, others)))
+
+    monkeypatch.setattr(engine_child, "_evict", evict)
+    ask(fake, cells)
+    assert [*kept] == [*cells]
+    assert all(left < 0.1 * length * at_once for (length, at_once), left in kept.items()), kept
+
+
+def test_a_child_tells_what_came(fake: FakeEngine) -> None:
+    result = ask(fake, [(32, 1), (16, 2)])
+    first, second = result["cells"]
+    assert [len(second[name]) for name in ("cold", "own", "again")] == [2, 2, 2]
+    assert first["own"] == first["again"] == first["cold"]
+    (one,) = first["own"]
+    token = one["answer"][0]
+    assert one["logprobs"] == [{str(token): -float(token)}]
+    assert (one["cached"], one["from_tiers"], one["ttft"]) == (0, {"cpu": 16}, 0.25)
+    assert first["other"]["answer"] != one["answer"] and "other" not in second
+    assert "again" not in ask(fake, [(32, 1)], again=False)["cells"][0]
+
+
+def test_every_engine_has_its_model() -> None:
+    for plan in (FULL, SMOKE):
+        for part in PARTS:
+            assert all(one.model in plan.models for one in getattr(plan, part))
+            assert part in plan.sizes
 
 
 @pytest.mark.vllm
@@ -106,20 +366,18 @@ def test_all_of_it_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts sooner
-    monkeypatch.setattr(gpu_engine, "MODES", MODES[2:])
-    monkeypatch.setattr(gpu_engine, "ENGINE_SECONDS", 280.0)
+    monkeypatch.setattr(gpu_engine, "ENGINE_SECONDS", 600.0)
     monkeypatch.setattr(gpu_engine, "SECONDS", 850.0)
     file = tmp_path / "engine.json"
-    assert main(file, smoke=True) == 0
-    said = json.loads(file.read_text())
-    plain, chain, native = said["engines"].values()
+    assert main(file, SMOKE) == 0
+    said = json.loads(file.read_text())["engines"]
+    native = said["speed"].pop("native")
     assert "CPU Offloading is currently only supported on" in native["output"]
-    for one in plain, chain:
-        assert len(one["rounds"][0]) == SMOKE.prompts and len(one["together"]) == SMOKE.at_once
-        assert one["tokens_per_second"] > 0
-        assert all(answer["ttft"] > 0 for part in one["rounds"] for answer in part)
-    full = SMOKE.tokens // SMOKE.block_tokens * SMOKE.block_tokens
-    assert [answer["cached"] for answer in chain["rounds"][1]] == [full] * SMOKE.prompts
-    assert sum(answer["cached"] for answer in plain["rounds"][1]) < full * SMOKE.prompts
-    answers = [tuple(one["answer"]) for one in plain["rounds"][0]]
-    assert len({*answers}) == SMOKE.prompts, "prompts must matter"
+    plain, restarted = said["speed"]["none"], said["speed"]["restarted"]
+    for one in (*said["equal"].values(), *said["speed"].values()):
+        cells = one["cells"]
+        assert [(cell["length"], cell["at_once"]) for cell in cells] == [*CHAIN.cells]
+        assert all(cell["ttft_cold"] > 0 and cell["tokens_per_second"] > 0 for cell in cells)
+        assert all(cell["cached_own"] > 0 for cell in cells) and cells[0]["prefix_matters"]
+    assert all(not cell["cached_cold"] and not cell["from_tiers"] for cell in plain["cells"])
+    assert all([*cell["from_tiers"]] == ["disk"] for cell in restarted["cells"])
