@@ -74,6 +74,7 @@ test-python:
 gpu:
 	[ ! -d build/wheels ] || $(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index \
 		--upgrade --no-deps --target build/gpu-packages build/wheels/*.whl
+	$(GPU_PYTHON) -m bench.engine_parts name build/gpu-packages
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-packages $(GPU_PYTHON) -m bench.on_gpu $(ARGS)
 
 gpu-wheels:

@@ -4,12 +4,14 @@ and no network.
     python -m bench.engine_parts fetch FOLDER [--python 3.12]    make gpu-engine-parts
     python -m bench.engine_parts cut FOLDER WHEEL...
     python -m bench.engine_parts join FOLDER TARGET              make gpu-engine does it
+    python -m bench.engine_parts name TARGET                     make gpu does it
 
 `fetch` downloads vLLM's wheel and the packages that it imports to serve text, and cuts them. Of
 vLLM stay its Python files and the libraries of PyTorch's stable interface, which load beside
 another PyTorch than the one they were built with. `cut` writes FOLDER/00, FOLDER/01 and so on:
 carry each one by itself. `join` checks every part, names what is missing or damaged, and unpacks
-all into TARGET, to be put into PYTHONPATH.
+all into TARGET, to be put into PYTHONPATH. `name` writes there what is known of kvtiers where it is
+installed, which a checkout in PYTHONPATH is not.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,11 +32,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 VLLM = "vllm==0.32.0"
-PART_BYTES = 60 << 20
-"""Of a part: what carries it may have a limit of 64 MiB for all that goes at once."""
-LIBRARIES = ("_C_stable_libtorch", "_vllm_fa3_C", "cumem_allocator", "fs_io_C", "spinloop")
-"""Of vLLM's compiled ones: its kernels, FlashAttention 3, memory that can be unmapped, small ones;
-not FlashAttention 2, nor mixtures of experts."""
+PART_BYTES = 52 << 20
+"""Of a part: what carries it may have a limit of 64 MiB for all that goes at once, and this
+repository goes with it."""
+LIBRARIES = (
+    "_C_stable_libtorch",
+    "_moe_C_stable_libtorch",
+    "_vllm_fa3_C",
+    "cumem_allocator",
+    "fs_io_C",
+    "spinloop",
+)
+"""Of vLLM's compiled ones: its kernels, those of mixtures of experts, FlashAttention 3, memory that
+can be unmapped, small ones; not FlashAttention 2."""
 NOT_NEEDED = ("", ".so", ".a", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".cubin")
 """Endings of what is compiled, or sources in C; vLLM's server in Rust has none."""
 NEEDED = (
@@ -47,6 +58,7 @@ NEEDED = (
     "huggingface_hub",
     "lark",
     "llguidance",
+    "loguru",
     "lmdb",
     "msgspec",
     "numpy",
@@ -81,7 +93,15 @@ NEEDED = (
     "zstandard",
 )
 """What vLLM and kvtiers import to serve text; with what these need."""
-ALONE = ("compressed-tensors", "depyf", "dill", "oss-harmony", "outlines_core", "xgrammar")
+ALONE = (
+    "apache-tvm-ffi",
+    "compressed-tensors",
+    "depyf",
+    "dill",
+    "oss-harmony",
+    "outlines_core",
+    "xgrammar",
+)
 """As those, without what they need: PyTorch, which is there."""
 MANIFEST = "manifest.json"
 
@@ -137,17 +157,17 @@ def is_carried(name: str) -> bool:
 
 
 def _entry_points() -> Iterator[tuple[str, bytes]]:
-    """Metadata of kvtiers, which is not installed there: by it vLLM finds the connector, and the
-    chain its tiers."""
+    """Metadata of kvtiers, which is not installed there: by it vLLM finds the connector, and a
+    chain its tiers and policies."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name, version = project["name"], project["version"]
+    project_name, version = project["name"], project["version"]
     lines = [
         line
         for group, entries in project["entry-points"].items()
         for line in (f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), "")
     ]
-    folder = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    folder = f"{project_name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {project_name}\nVersion: {version}\n"
     yield f"{folder}/METADATA", metadata.encode()
     yield f"{folder}/entry_points.txt", "\n".join(lines).encode()
 
@@ -179,6 +199,14 @@ def join(folder: Path, target: Path) -> None:
         archive.extractall(target)  # which keeps names below it
 
 
+def name(target: Path) -> None:
+    """Write the metadata of kvtiers into `target`, to be put into PYTHONPATH."""
+    for member, data in _entry_points():
+        file = target / member
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+
+
 def fetch(folder: Path, python: str) -> list[Path]:
     """Download the wheels for a machine of this Python, and cut them; needs a package index."""
     wheels = folder.with_name(f"{folder.name}-wheels")
@@ -187,18 +215,47 @@ def fetch(folder: Path, python: str) -> list[Path]:
     command += ["-d", str(wheels), "--only-binary", ":all:", "--python-version", python]
     for name in (*platforms, "manylinux2014_x86_64", "manylinux1_x86_64"):
         command += ["--platform", name]
-    subprocess.run([*command, "--no-deps", VLLM, *ALONE], check=True)
-    subprocess.run([*command, *NEEDED], check=True)
+    subprocess.run([*command, "--no-deps", VLLM], check=True)
+    (engine,) = wheels.glob("vllm-*.whl")
+    wanted = asked_of(engine)
+    alone, needed = (
+        [wanted.get(_plain(name), name) for name in names] for names in (ALONE, NEEDED)
+    )
+    subprocess.run([*command, "--no-deps", *alone], check=True)
+    subprocess.run([*command, *needed], check=True)
     return cut(sorted(wheels.glob("*.whl")), folder)
+
+
+def asked_of(wheel: Path) -> dict[str, str]:
+    """The packages that a wheel asks for where it is installed without extras, in the versions that
+    it asks for, by their plain names."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+    asked = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+    versions = {}
+    for one in asked:
+        what, _, where = one.partition(";")
+        found = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*(.*)", what.strip())
+        if found and not re.search(r'extra ==|^ *platform_machine == "s390x"$', where):
+            versions[_plain(found[1])] = found[1] + found[2]
+    return versions
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=("fetch", "cut", "join"))
+    parser.add_argument("verb", choices=("fetch", "cut", "join", "name"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--python", default="3.12")
     given = parser.parse_args()
+    if given.verb == "name":
+        name(given.folder)
+        return
     if given.verb == "join":
         (target,) = given.files
         join(given.folder, target)
