@@ -61,7 +61,9 @@ def tiers(count: int, block_bytes: int) -> list[OffloadingSpec]:
     """Tiers that hold so many blocks: host memory, and a store that takes no time."""
     return [
         CpuSpec(type="cpu", capacity=2 * count * (block_bytes + 4096)),
-        AtOnce(type="given", name="memory").over(MemoryStore()),
+        AtOnce(type="given", name="memory", max_inflight=2 * count * block_bytes).over(
+            MemoryStore()
+        ),
     ]
 
 

@@ -3,9 +3,9 @@ copy of the driver (cuMemcpyBatchAsync), and vLLM's own (`swap_blocks_batch`) wh
 
     python -m bench.gpu_peers FILE
 
-Each way moves the same pages between the same paged KV and the same slots, a wave of 32 MiB at a
-time, as loads do, and is looked at byte for byte before it is measured. Rows are written after each
-case, in the form of `kvtiers bench --json`.
+Each way moves the same pages between the same paged KV and the same slots, queues a wave of 32 MiB
+at a time, as loads do, and is looked at byte for byte before it is measured. Rows are written after
+each case, in the form of `kvtiers bench --json`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from bench.gpu import BLOCKS, SHAPES, Shape
 from bench.report import Case, Measure, Row, measure, write_json
+from tiers.contract import block_copier as copying
 from tiers.gpu.bus import BATCHED, Batch
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import SlotMemory
@@ -122,19 +123,22 @@ class Blocks:
 
     def ours(self, to_device: bool) -> None:
         """Copy all blocks by our copier."""
+        queued: list[copying.Copy] = []
         for wave in self._waves:
             blocks, slots = [self._blocks[slot] for slot in wave], list(wave)
             if to_device:
                 (fence := self._copier.fence()).wait()
-                self._copier.scatter(self._memory.rows, slots, blocks, fence)
+                queued.append(self._copier.scatter(self._memory.rows, slots, blocks, fence))
             else:
-                self._copier.gather(blocks, self._memory.rows, slots).wait()
+                queued.append(self._copier.gather(blocks, self._memory.rows, slots))
+        for one in queued:
+            one.wait()
 
     def by(self, copy: Copy, to_device: bool) -> None:
-        """Copy all blocks another way, and wait after each wave, as loads do."""
+        """Copy all blocks another way."""
         for pages in self._pages[to_device]:
             copy(pages)
-            self._settle()
+        self._settle()
 
     def at_once(self, to_device: bool) -> None:
         """One copy of as many bytes."""

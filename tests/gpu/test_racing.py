@@ -22,6 +22,8 @@ from tests.gpu.test_copier import DEVICES, needs_cuda
 from tests.gpu.test_streams import ROOT, prompts, waits
 from tests.support.replay_chains import MODEL, SLOT
 from tiers.cpu.spec import CpuSpec
+from tiers.gpu import cuda
+from tiers.gpu.pages import Copies
 from tiers.lab.replay import ReplayEngine
 from tiers.lab.replay import engine as replay_engine
 from tiers.lab.replay.blocks import STATE
@@ -36,7 +38,8 @@ RACED = {
     "fence.wait()  # without": "V1 and V2",
     "gather.hold_engine()": "states on V2",
 }
-"""Waits that a device can't do without once compute is late, and the runner that shows it."""
+"""Waits that a device can't do without once compute is late, and the runner that shows it. Of the
+last it is the copy that has to be late."""
 
 
 class RacingWorker(StreamedWorker):
@@ -148,7 +151,27 @@ def test_compute_that_waits_for_nobody_reads_what_was_stored(
 @pytest.mark.parametrize("wait", RACED)
 def test_a_wait_that_is_taken_away_is_missed(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _take_away(site_of(wait), monkeypatch)
+    if wait == "gather.hold_engine()":
+        _delay_gathers(monkeypatch)
     assert race("cuda", RUNNERS[RACED[wait]], monkeypatch)
+
+
+def _delay_gathers(patch: pytest.MonkeyPatch) -> None:
+    """Let the device pause before it reads a gather's blocks."""
+    really = cuda.open_copies
+
+    def made(pages: Sequence[torch.Tensor]) -> Copies:
+        copies = really(pages)
+        gather = copies.gather
+
+        def late(*args: Any) -> None:
+            torch.cuda._sleep(5 * PAUSE)
+            gather(*args)
+
+        patch.setattr(copies, "gather", late)
+        return copies
+
+    patch.setattr(cuda, "open_copies", made)
 
 
 def _take_away(site: Site, patch: pytest.MonkeyPatch) -> None:
