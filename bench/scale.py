@@ -98,7 +98,7 @@ class Traffic(NamedTuple):
 class Part:
     """One part of kvtiers. `used`, `able`: per second, in `unit`. `limit`: what share of the
     hardware's limit it was measured to reach; None: nothing was measured beside it. `of_device`:
-    on a GPU its figure is another, and without a device nobody has measured it."""
+    on a GPU its figure is another, and a result of a machine without one does not have it."""
 
     name: str
     used: float

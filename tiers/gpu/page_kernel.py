@@ -1,8 +1,8 @@
 """One launch for all pages of all blocks of a wave, by Triton.
 
 The kernel finds pages by a table of addresses, so that it is one launch whatever number of layers
-the model has and wherever the blocks are. It has not run on a device yet: its indexing is proved in
-Triton's interpreter (`tests/gpu/test_page_kernel.py`), and `agrees` tries it where it is to run.
+the model has and wherever the blocks are. Its indexing is proved in Triton's interpreter
+(`tests/gpu/test_page_kernel.py`), and `agrees` tries it where it is to run.
 """
 
 from __future__ import annotations
