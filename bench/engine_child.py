@@ -1,8 +1,10 @@
 """One vLLM engine: a job as JSON on stdin, its results to the file that it names.
 
 The job: `engine` (arguments of LLM), `cells` ([tokens of a prompt, prompts at once], ...), `answer`
-tokens, `again` (whether cells are asked a third time), `folder` (of a disk tier, or None), `turn`
-(a file to be locked), `alone` (whether no other engine may be asked meanwhile) and `result`.
+tokens, `again` (whether cells are asked a third time), `sampled` (prompts of the first cell's
+length that are asked besides, one by one, while the engine's thread is looked at), `folder` (of a
+disk tier, or None), `turn` (a file to be locked), `alone` (whether no other engine may be asked
+meanwhile) and `result`.
 
 Each cell is asked `cold`; then `own`, from the engine's own cache; and `again` when other cells
 have taken its room there, from tiers if there are any. `own` and `again` compute the same tokens by
@@ -16,16 +18,22 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from bench.sampling import Sampler, stack
+
 LOWEST, HIGHEST = 3, 1000
 """Of a prompt's tokens."""
 WRITTEN_SECONDS = 15.0
 """Of waiting until a disk tier has what it was sent."""
+STACKS = 40
+"""Places of the engine's thread that are told, those where it was longest."""
 EVICTED = 1.2
 """How much is asked before a cell comes again, beside the largest cell."""
 
@@ -61,6 +69,7 @@ def _run(job: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
         for cell in cells:
             _evict(llm, job, cell)
             cell["again"] = _ask(llm, job, _prompts(cell))
+    sampled = _sampled(llm, job) if job["sampled"] else None
     if job["folder"]:
         _wait_until_written(Path(job["folder"]))
     return {
@@ -69,6 +78,7 @@ def _run(job: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
         "graphs": str(config.compilation_config.cudagraph_mode),
         "start_seconds": started,
         "cells": cells,
+        "sampled": sampled,
     }
 
 
@@ -85,6 +95,16 @@ def _first(llm: Any, job: dict[str, Any], length: int, at_once: int) -> dict[str
     cell["seconds"] = time.perf_counter() - began
     cell["own"] = _ask(llm, job, prompts)
     return cell
+
+
+def _sampled(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to the first token of prompts that nobody asked before, by median, and where this
+    thread was meanwhile: the engine's, which an engine without processes of its own runs on."""
+    (length, _), *_ = job["cells"]
+    with Sampler(stack, threading.get_ident()) as looks:
+        asked = [_ask(llm, job, [one])[0] for one in documents(job["sampled"], length, seed=4)]
+    shares = [*looks.shares().items()][:STACKS]
+    return {"ttft": statistics.median(one["ttft"] or 0.0 for one in asked), "stacks": dict(shares)}
 
 
 def _other(cell: dict[str, Any]) -> list[int]:

@@ -46,6 +46,7 @@ _NAMES = (
     ("gather and scatter, slots in a row and fragmented", 0.9),
     ("compute during gathers, in steps", 1 / 1.05),
     ("compute during scatters, in steps", 1 / 1.05),
+    ("a step's result to the host, beside a gather", 0.5),
     ("whole loads, by tier", 0.9),
     ("a load beside the step that begins it", 0.8),
 )
@@ -181,6 +182,7 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
                 limit=work.timed(lambda: None),
                 target=1 / 1.05,
             )
+        yield from _tokens_copy(work, stack, block_bytes)
         yield from load_cases(scale, contiguous, work.queue)
     yield from _by_block_size(scale)
 
@@ -247,6 +249,39 @@ def _scatters(batch: Batch, loader: ThreadPoolExecutor) -> Callable[[], Callable
         return copy.result
 
     return begin
+
+
+def _tokens_copy(work: Work, stack: ExitStack, block_bytes: int) -> Iterator[Case]:
+    """What an engine reads of a step's result, a few bytes, beside a gather of all of its blocks:
+    both cross the bus the same way."""
+    batch = Batch(4 * BLOCKS, block_bytes, stack)
+    beside = torch.cuda.Stream()
+    device = torch.zeros(16, dtype=torch.int64, device="cuda")
+    host = torch.zeros(16, dtype=torch.int64, pin_memory=True)
+
+    def arrives(begin: Callable[[], Callable[[], object]]) -> Measure:
+        def run() -> float:
+            torch.cuda.synchronize()
+            work.queue(1.0)()
+            computed, arrived = torch.cuda.Event(), torch.cuda.Event(blocking=True)
+            computed.record()
+            wait = begin()
+            with torch.cuda.stream(beside):
+                beside.wait_event(computed)
+                host.copy_(device, non_blocking=True)
+                arrived.record()
+            computed.synchronize()
+            began = time.perf_counter()
+            arrived.synchronize()
+            took = time.perf_counter() - began
+            wait()
+            return took * 1e6
+
+        return run
+
+    case = f"a step's result to the host, beside a gather of {4 * BLOCKS} blocks"
+    alone = arrives(lambda: lambda: None)
+    yield Case("gpu", case, "us", arrives(_gathers(batch)), limit=alone, target=0.5)
 
 
 def _by_block_size(scale: Scale) -> Iterator[Case]:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ FULL_GRAPHS: dict[str, Any] = {
 }
 """Without a compiler of PyTorch's."""
 V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": number} for number in ("0", "1"))
+INVARIANT = {**V2, "VLLM_BATCH_INVARIANT": "1"}
+"""Kernels that round alike whatever else is computed beside."""
 TRITON: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": "triton"}}
 OWN_SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 """Kernels of vLLM's own, not of a package that is not carried."""
@@ -55,7 +57,8 @@ OWN_SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 @dataclass(frozen=True)
 class Engine:
     """One engine: its model, how it computes (`env` and arguments of LLM), what is beside it, and
-    the cells that it is asked; see `engine_child`."""
+    the cells that it is asked; see `engine_child`. One that is `sampled` shows where its thread
+    spends the time, and is not judged."""
 
     name: str
     model: str
@@ -63,6 +66,7 @@ class Engine:
     more: Mapping[str, Any]
     connector: str
     cells: Sequence[tuple[int, int]]
+    sampled: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def _beside(share: float, gib: int, length: int, blocks: int) -> dict[str, Any]:
 
 
 def _equal(kind: str, env: Mapping[str, str], how: str, blocks: int, **more: Any) -> Engine:
-    name = f"{kind}, V{1 + (env is V2)}, {how}"
+    name = f"{kind}, V{2 - (env is V1)}, {how}"
     return Engine(
         name, kind, env, {**_beside(0.1, 2, 13_000, blocks), **more}, "chain", EQUAL_CELLS
     )
@@ -105,16 +109,26 @@ def _speed(connector: str) -> Engine:
     return Engine(connector, "3B", V2, more, connector, SPEED_CELLS)
 
 
+def _sampled(one: Engine) -> Engine:
+    """The same, whose thread is looked at."""
+    env = {**one.env, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return replace(one, name=f"{one.name}, sampled", env=env, cells=one.cells[:1], sampled=30)
+
+
 FULL = Plan(
     models={**{name: (one, "bfloat16") for name, one in KINDS.items()}, "3B": (LARGE, "bfloat16")},
     equal=(
         _equal("llama", V2, "graphs", 900, **GRAPHS),
         _equal("llama", V1, "graphs", 900, **GRAPHS),
+        _equal("llama", INVARIANT, "whatever the batch", 900, **EAGER),
         _equal("windows", V2, "full graphs", 1500, **FULL_GRAPHS, max_num_batched_tokens=2048),
         _equal("latent", V2, "full graphs", 900, **FULL_GRAPHS),
         _equal("states", V2, "full graphs", 160, **FULL_GRAPHS, **TRITON),
     ),
-    speed=tuple(map(_speed, ("none", "native", "chain", "restarted"))),
+    speed=(
+        *map(_speed, ("none", "native", "chain", "restarted")),
+        *(_sampled(_speed(name)) for name in ("none", "chain")),
+    ),
     sizes={"equal": ("1GiB", "2GiB"), "speed": ("28GiB", "32GiB")},
 )
 _SMOKE = {**EAGER, "max_model_len": 1024, "block_size": 32, "num_gpu_blocks_override": 44}
@@ -129,7 +143,10 @@ def _smoke(name: str, connector: str) -> Engine:
 SMOKE = Plan(
     models={"llama": (_TINY, "float32")},
     equal=(_smoke("llama, V1, eager", "chain"),),
-    speed=tuple(_smoke(name, name) for name in ("none", "chain", "restarted", "native")),
+    speed=(
+        *(_smoke(name, name) for name in ("none", "chain", "restarted", "native")),
+        _sampled(_smoke("chain", "chain")),
+    ),
     sizes={"equal": ("64MiB", "64MiB"), "speed": ("64MiB", "64MiB")},
 )
 
@@ -177,7 +194,8 @@ class Runs:
             self.said["engines"].setdefault(part, {})[engine.name] = came
             write(self.file, self.said)
         print("\n".join(_lines(f"{part}, {engine.name}", came)), flush=True)
-        return engine.connector in ("none", "native") or is_right(came, engine)
+        is_judged = engine.connector not in ("none", "native") and not engine.sampled
+        return not is_judged or is_right(came, engine)
 
     def _job(self, engine: Engine, part: str, file: Path) -> dict[str, Any]:
         model, dtype = self.scratch / "models" / engine.model, self.plan.models[engine.model][1]
@@ -195,7 +213,8 @@ class Runs:
             "engine": arguments,
             "cells": engine.cells,
             "answer": ANSWER,
-            "again": engine.connector in ("chain", "native"),
+            "again": engine.connector in ("chain", "native") and not engine.sampled,
+            "sampled": engine.sampled,
             "folder": str(folder) if engine.connector == "chain" else None,
             "turn": str(self.scratch / "turn"),
             "alone": part == "speed",
@@ -242,13 +261,14 @@ def told(cell: dict[str, Any]) -> dict[str, Any]:
 def is_right(came: Mapping[str, Any], engine: Engine) -> bool:
     """Whether an engine with a chain ran, loaded, and answered from tiers the same as from its own
     cache. One prompt alone is computed the same way again, to the last bit; of several at once the
-    batches differ, and so may rounding."""
+    batches differ, and so may rounding, but where the engine rounds alike whatever the batch."""
+    always = engine.env is INVARIANT
     cells = came.get("cells", ())
     return len(cells) == len(engine.cells) and all(
         cell.get("prefix_matters", True)
         and cell["cached_again"] == cell["cached_own"]
         and sum(cell["from_tiers"].values()) > 0.9 * cell["cached_again"]
-        and (cell["at_once"] > 1 or cell["same_bits"] == 1)
+        and (cell["same_bits"] == cell["at_once"] or not (always or cell["at_once"] == 1))
         for cell in cells
     )
 

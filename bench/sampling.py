@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 PAUSE = 0.0005
@@ -27,14 +28,30 @@ KINDS = (
 _ASLEEP = ("/threading.py", "/queue.py", "/selectors.py", "/concurrent/futures/thread.py")
 
 
+def stack(frame: FrameType, depth: int = 6) -> str:
+    """Where a thread is, and who called it: a few frames, the innermost first."""
+    found: list[str] = []
+    at: FrameType | None = frame
+    while at is not None and len(found) < depth:
+        file = "/".join(at.f_code.co_filename.split("/")[-2:])
+        found.append(f"{file}:{at.f_lineno} {at.f_code.co_name}")
+        at = at.f_back
+    return " < ".join(found)
+
+
 class Sampler:
-    """Counts, while it is open, what this process is busy with.
+    """Counts, while it is open, what this process is busy with; or where one thread is.
 
     Each look is shared among the threads that work; where none does, it counts as waiting. So
     shares are of the time that passed. What other processes do is not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, kind: Callable[[FrameType], str] | None = None, thread: int | None = None
+    ) -> None:
+        """`kind`: names what a thread does. `thread`: the identity of the only one looked at."""
+        self._kind = kind or _kind
+        self._only = thread
         self._looks: dict[str, float] = {}
         self._is_open = True
         self._switch = sys.getswitchinterval()
@@ -59,8 +76,12 @@ class Sampler:
     def _run(self) -> None:
         me = threading.get_ident()
         while self._is_open:
-            frames = [frame for ident, frame in sys._current_frames().items() if ident != me]
-            seen = [kind for kind in map(_kind, frames) if kind != WAITING] or [WAITING]
+            frames = [
+                frame
+                for ident, frame in sys._current_frames().items()
+                if ident != me and self._only in (None, ident)
+            ]
+            seen = [kind for kind in map(self._kind, frames) if kind != WAITING] or [WAITING]
             for kind in seen:
                 self._looks[kind] = self._looks.get(kind, 0.0) + 1 / len(seen)
             time.sleep(PAUSE)

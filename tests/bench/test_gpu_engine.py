@@ -7,6 +7,7 @@ import fcntl
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,17 @@ from typing import Any
 import pytest
 
 from bench import engine_child, gpu_engine
-from bench.gpu_engine import EQUAL_CELLS, FULL, SMOKE, SPEED_CELLS, Runs, is_right, main, told
+from bench.gpu_engine import (
+    EQUAL_CELLS,
+    FULL,
+    INVARIANT,
+    SMOKE,
+    SPEED_CELLS,
+    Runs,
+    is_right,
+    main,
+    told,
+)
 
 PARTS = ["equal", "speed"]
 (CHAIN,) = SMOKE.equal
@@ -94,7 +105,7 @@ def test_right_answers(runs: Callable[[Behaves], Runs]) -> None:
     found = written(made)
     assert {part: {*engines} for part, engines in found.items()} == {
         "equal": {"llama, V1, eager"},
-        "speed": {"none", "native", "chain", "restarted"},
+        "speed": {"none", "native", "chain", "restarted", "chain, sampled"},
     }
     assert all(one["exit"] == 0 for part in PARTS for one in found[part].values())
     by_name = {Path(job["result"]).stem: job for job in jobs}
@@ -105,7 +116,9 @@ def test_right_answers(runs: Callable[[Behaves], Runs]) -> None:
         "native": True,
         "chain": True,
         "restarted": False,
+        "chain, sampled": False,
     }
+    assert {name for name, job in by_name.items() if job["sampled"]} == {"speed, chain, sampled"}
     assert {name: job["alone"] for name, job in by_name.items()} == {
         name: name.startswith("speed") for name in by_name
     }
@@ -118,7 +131,7 @@ def test_answers_that_differ_in_a_bit(runs: Callable[[Behaves], Runs]) -> None:
     """And the engines beside it are heard all the same."""
     made = runs(lambda job: right(job) if job["alone"] else wrong(job))
     assert not made.all(PARTS)
-    assert sum(len(engines) for engines in written(made).values()) == 5
+    assert sum(len(engines) for engines in written(made).values()) == 6
     assert not runs(lambda job: wrong(job) if job["alone"] else right(job)).all(PARTS)
     peer = runs(lambda job: wrong(job) if connector(job) != "KVTiersConnector" else right(job))
     assert peer.all(PARTS), "what others answer is told, and judged by nobody"
@@ -232,6 +245,9 @@ def test_what_is_right() -> None:
     assert not is_right(came(from_tiers={"cpu": 400, "disk": 400}), CHAIN)
     assert not is_right(came(from_tiers={}), CHAIN), "the engine's own cache had it"
     assert not is_right({"cells": came()["cells"][1:]}, CHAIN), "a cell is missing"
+    alike = replace(CHAIN, env=INVARIANT)
+    assert not is_right(came(at_once=4, same_bits=3), alike), "whatever the batch"
+    assert is_right(came(at_once=4, same_bits=4), alike)
     assert not is_right({"exit": 1, "output": ""}, CHAIN)
 
 
@@ -254,6 +270,7 @@ class FakeEngine:
         self.turn = turn
         self.started, self.asked = "", set[str]()
         self.prompts: list[tuple[int, ...]] = []
+        self.pause = 0.0
         scheduler = SimpleNamespace(async_scheduling=True)
         graphs = SimpleNamespace(cudagraph_mode="FULL")
         config = SimpleNamespace(scheduler_config=scheduler, compilation_config=graphs)
@@ -265,6 +282,7 @@ class FakeEngine:
 
     def generate(self, prompts: Sequence[dict[str, Any]], *_: Any, **__: Any) -> list[Any]:
         self.asked.add(holds(self.turn))
+        time.sleep(self.pause)
         asked = [tuple(one["prompt_token_ids"]) for one in prompts]
         self.prompts += asked
         return [self._answer(prompt) for prompt in asked]
@@ -288,7 +306,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 def ask(fake: FakeEngine, cells: Sequence[tuple[int, int]], **more: Any) -> dict[str, Any]:
-    job = {"engine": {}, "cells": cells, "answer": 8, "again": True, "folder": None}
+    job = {"engine": {}, "cells": cells, "answer": 8, "again": True, "folder": None, "sampled": 0}
     return engine_child.run({**job, "turn": fake.turn, "alone": False, **more})
 
 
@@ -313,6 +331,19 @@ def test_an_engine_waits_until_nobody_else_is_asked(
         ask(fake, cells, alone=True)
     assert (fake.started, fake.asked) == ("shared", {"alone"}), "it starts while the other is asked"
     assert holds(fake.turn) == "nobody"
+
+
+def test_where_the_engines_thread_is(fake: FakeEngine) -> None:
+    """While other prompts are asked than those of the cells."""
+    assert ask(fake, [(32, 1)])["sampled"] is None
+    before = len(fake.prompts)
+    fake.pause = 0.05
+    found = ask(fake, [(32, 1)], sampled=4)["sampled"]
+    asked = fake.prompts[before:]
+    assert found["ttft"] == 0.25 and len(asked) - before == 4
+    assert not {*asked[-4:]} & {*asked[:-4]}
+    longest = max(found["stacks"], key=found["stacks"].get)
+    assert longest.startswith("bench/test_gpu_engine.py") and " generate < " in longest
 
 
 ROOMS = {"equal": (EQUAL_CELLS, 900 * 16), "speed": (SPEED_CELLS, 4400 * 16)}
