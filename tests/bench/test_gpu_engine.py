@@ -405,6 +405,9 @@ def test_all_of_it_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     native = said["speed"].pop("native")
     assert "CPU Offloading is currently only supported on" in native["output"]
     plain, restarted = said["speed"]["none"], said["speed"]["restarted"]
+    sampled = said["speed"].pop("chain, sampled")
+    assert len(sampled["cells"]) == 1 and sampled["sampled"]["ttft"] > 0
+    assert any("execute_model" in stack for stack in sampled["sampled"]["stacks"])
     for one in (*said["equal"].values(), *said["speed"].values()):
         cells = one["cells"]
         assert [(cell["length"], cell["at_once"]) for cell in cells] == [*CHAIN.cells]

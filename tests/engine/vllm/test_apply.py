@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 PREFIXES = documents(20, 416)
 ONE_EACH: Batch = [([*prefix, 7, 8, 9], 4) for prefix in PREFIXES]
 """13 blocks of 64 KiB each: 17 MB, more than the cpu tier or the engine's own cache has."""
-AT_ONCE: Batch = [([*PREFIXES[n % 20], 100 + n // 20, 300 + n, 11], 16 + n % 5) for n in range(200)]
+AT_ONCE: Batch = [([*PREFIXES[n % 20], 100 + n // 20, 300 + n, 11], 64 + n % 5) for n in range(200)]
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 160, "max_num_seqs": 32}
 ONE_RANK = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 TWO_RANKS: dict[str, Any] = {
