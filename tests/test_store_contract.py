@@ -571,5 +571,5 @@ def test_a_store_that_a_test_fails_is_closed() -> None:
 
 def test_what_a_class_leaves_unset_is_skipped_by_name() -> None:
     for test in ("two_open_stores_see_each_other", "blocks_are_there_after_reopening"):
-        with pytest.raises(SkipTest, match=r"StoreContract\.\w+ is None; say which"):
+        with pytest.raises(SkipTest, match=r"StoreContract\.\w+ is None; a test class of yours"):
             getattr(StoreContract(), f"test_{test}")()

@@ -59,3 +59,31 @@ def test_what_can_not_be_tried_apart_is_refused(plugin: Install) -> None:
     ):
         said = CliRunner().invoke(app, ["check", *words])
         assert said.exit_code in (1, 2) and why in said.output, said.output
+        assert said.output.count(why) == 1, "it is said once, not by each test"
+
+
+RAISES = (
+    FORGETS
+    + """
+class Raises(MemoryStore):
+    def get(self, blocks):
+        raise ValueError("broken\\nand a page of details")
+
+RAISING = Raises()
+
+class RaisesSpec(BoxSpec):
+    type: Literal["raises"] = "raises"
+
+    def open(self, site):
+        return RAISING
+"""
+)
+
+
+def test_an_error_is_one_line_with_its_place(plugin: Install) -> None:
+    plugin("raisers", RAISES, raises="RaisesSpec")
+    said = CliRunner().invoke(app, ["check", "raises"])
+    lines = said.output.splitlines()
+    line = next(line for line in lines if line.startswith("failed   a whole batch"))
+    assert "ValueError: broken (" in line and "raisers.py:" in line and line.endswith(")")
+    assert "details" not in line

@@ -41,6 +41,8 @@ def try_(
         rows.append((name, str(stored), str(first.loaded[name]), str(second.loaded[name])))
     for line in table(rows):
         typer.echo(line)
+    for name in (name for name, stored in first.stored.items() if not stored):
+        typer.echo(f"{name} stored nothing: the log above says why, or its settings do")
     wrong = first.wrong + second.wrong
     typer.echo(f"{wrong} of {first.prompts + second.prompts} answers were wrong")
     if wrong:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import extract_tb
 from typing import NamedTuple
 from unittest import SkipTest
 
@@ -56,7 +57,9 @@ class SpecKit(StoreContract):
 
 
 def check(place: Place, limit_seconds: float) -> Iterator[Result]:
-    """Run each test of the kit, in a place of its own; yields as they end."""
+    """Run each test of the kit, in a place of its own; yields as they end. Raises KVTiersError
+    if the tier can't be moved there."""
+    place("moved")
     for name in (name for name in dir(SpecKit) if name.startswith("test_")):
         yield _tried(name, lambda name=name: SpecKit(place(name), limit_seconds))  # type: ignore[misc]
 
@@ -72,8 +75,14 @@ def _tried(name: str, make: Callable[[], SpecKit]) -> Result:
     except AssertionError as error:
         return Result(test, "failed", str(error) or "an answer is wrong")
     except Exception as error:  # noqa: BLE001 - it is the plugin's, and is reported
-        return Result(test, "failed", describe_error(error))
+        return Result(test, "failed", _where(error))
     return Result(test, "passed")
+
+
+def _where(error: Exception) -> str:
+    """An error's first line, and the line of code that raised it."""
+    last = extract_tb(error.__traceback__)[-1]
+    return f"{describe_error(error).partition(chr(10))[0]} ({last.filename}:{last.lineno})"
 
 
 def bench(spec: StoreSpec) -> Iterator[str]:

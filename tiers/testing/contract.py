@@ -266,7 +266,10 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             assert self.hits(other, keys) == [True] * 4
             other.drop(keys[:1])
             held = listed(one.has(keys))
-            assert held == [False, True, True, True], "has says what it remembers of others"
+            assert held == [False, True, True, True], (
+                "has is wrong of what another open store dropped: it remembers, or drop is not "
+                "finished (committed) when it returns"
+            )
             assert self.hits(one, keys) == [False, True, True, True]
 
     def test_another_process_sees_what_was_put(self) -> None:

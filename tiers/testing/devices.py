@@ -32,23 +32,46 @@ _PLACES: tuple[tuple[object, str], ...] = (
 
 
 @contextmanager
-def watched(before: Callable[[str], None]) -> Iterator[None]:
+def watched(before: Callable[[str], None]) -> Iterator[ExitStack]:
     """Call `before` with a function's name before each call that Python code makes of a file, a
-    socket or `sleep`, on its thread; what it raises is what the call raises. Not of C code."""
+    socket or `sleep`, on its thread; what it raises is what the call raises. Not of C code. Yields
+    what ends it."""
     with ExitStack() as stack:
         for owner, name in _PLACES:
             stack.enter_context(patch.object(owner, name, _asking(owner, name, before)))
-        yield
+        _watches.append(stack)
+        stack.callback(_watches.remove, stack)
+        yield stack
+
+
+_watches: list[ExitStack] = []
+
+
+def restore() -> None:
+    """End all of them, as where the thread that began one hangs."""
+    while _watches:
+        _watches[-1].close()
 
 
 def _asking(owner: object, name: str, before: Callable[[str], None]) -> Callable[..., Any]:
     real = getattr(owner, name)
 
     def call(*given: Any, **named: Any) -> Any:
-        before(name)
+        if not _is_pair(given):
+            before(name)
         return real(*given, **named)
 
     return call
+
+
+def _is_pair(given: tuple[Any, ...]) -> bool:
+    """Whether this is a socket that leads nowhere else, as threads and event loops wake each other
+    by."""
+    if not given or not isinstance(given[0], socket.socket):
+        return False
+    with suppress(OSError):
+        return given[0].family == socket.AF_UNIX and not given[0].getpeername()
+    return False
 
 
 @contextmanager
@@ -63,12 +86,10 @@ def failing_devices() -> Iterator[None]:
             raise OSError(errno.ENOBUFS, "no I/O, says the kit")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with watched(fail):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-            yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with watched(fail) as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        yield
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class StoreUnderTest:
         """Skip the test, by the claim's name, unless the class makes that claim."""
         claimed = getattr(self, claim)
         if not claimed:
-            more = "; say which" if claimed is None else ""
+            more = "; a test class of yours says which" if claimed is None else ""
             raise SkipTest(f"{type(self).__name__}.{claim} is {claimed}{more}")
 
     def having(self, store: TierStore, kind: type[Capability]) -> Capability:

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 from tiers.errors import KVTiersError
+from tiers.testing.devices import restore
 
 
 class Endless(KVTiersError, AssertionError):
@@ -41,6 +42,7 @@ def within(seconds: float, call: Callable[[], None]) -> None:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
+        restore()  # nothing could be said while writes fail
         frame = sys._current_frames().get(thread.ident or 0)
         place = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
         raise Endless(f"it has not ended after {seconds:g} s; it is at\n{place}")

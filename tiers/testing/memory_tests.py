@@ -130,7 +130,10 @@ class MemoryTests(StoreUnderTest):
             if not child:
                 _end_child(lambda: self._is_right_in_child(keys))
             status = _end_of(child)
-            assert status is not None, f"a forked child has not ended after {FORK_SECONDS:g} s"
+            assert status is not None, (
+                f"a forked child has not ended after {FORK_SECONDS:g} s: it waits for a lock or "
+                "for threads of its parent; there open may raise TierUnusable: compare os.getpid()"
+            )
             assert status == 0, "a store that a forked child opens serves wrong bytes"
             assert self.hits(store, keys) == [True] * 4, "blocks are lost after a fork"
             if self.shared:

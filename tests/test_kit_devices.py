@@ -1,0 +1,40 @@
+"""Devices that the kit lets fail: an event loop's own sockets work on, and a hang ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tiers.testing.devices import failing_devices
+from tiers.testing.limits import Endless, within
+
+
+def test_an_event_loop_is_woken_while_devices_fail() -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    with failing_devices():
+        done = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, True), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    assert done
+
+
+def test_devices_work_again_after_a_hang(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def hang() -> None:
+        with failing_devices():
+            go.wait()
+
+    real = os.write
+    with pytest.raises(Endless):
+        within(0.2, hang)
+    assert os.write is real
+    (tmp_path / "file").write_text("written")
+    go.set()
