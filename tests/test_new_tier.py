@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from spec.load import load_chain
@@ -70,6 +71,14 @@ def test_a_chain_is_tried_in_places_of_its_own(tmp_path: Path) -> None:
     assert first.stored["disk"] > 100 and first.loaded["cpu"] > 0
     assert second.loaded["disk"] == second.prompts * 120 and second.loaded["cpu"] == 0
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_tier_that_stored_nothing_is_named(tmp_path: Path) -> None:
+    disk = {"type": "disk", "capacity": "1GiB", "path": str(tmp_path), "store_threshold": 1000}
+    chain = {"version": 1, "tiers": [{"type": "cpu", "capacity": "8GiB"}, disk]}
+    (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
+    said = CliRunner().invoke(app, ["try", str(tmp_path / "chain.yaml")])
+    assert "disk stored nothing" in said.output and "cpu stored nothing" not in said.output
 
 
 class Environment:
