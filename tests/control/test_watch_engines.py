@@ -70,9 +70,10 @@ def test_a_socket_that_a_killed_engine_left_is_gone(until: Until, tmp_path: Path
 
 def test_an_engine_whose_queue_of_clients_is_full_hangs(until: Until, tmp_path: Path) -> None:
     (tmp_path / "control").mkdir(mode=0o700)
-    path = tmp_path / "control" / "stopped.sock"
+    path = tmp_path / "stopped.sock"
     with socket.socket(socket.AF_UNIX) as stopped, short_path(path) as short:
         stopped.bind(short)
         stopped.listen(0)
-        with connected(path):
+        with connected(path):  # where nobody watches: who does would be the one client
+            path.rename(tmp_path / "control" / path.name)
             until(lambda seen: bool(seen) and seen[0].problem == HANGS)
