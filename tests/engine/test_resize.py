@@ -39,13 +39,22 @@ def test_a_disk_shrinks_to_what_was_used_last_and_grows_beyond_its_start(
     chain = chain_of(disk(tmp_path, f"{200 * 2 * SLOT}B"))
     made = engine(chain, num_blocks=400, prefix_caching=False)
     (spec,) = chain.tiers
-    ask(made, PROMPTS[:8])
-    ask(made, PROMPTS[8:])
     scheduler, _ = halves(made, "disk")
 
     def used() -> float:
         made.step()
         return measured(made, "used_bytes", "disk")
+
+    def all_hit() -> bool:
+        """What had no room in flight is stored when it is asked for again, and what its table still
+        has, although it was evicted, a second later."""
+        before = measured(made, "hit_tokens", "disk")
+        ask(made, PROMPTS)
+        return measured(made, "hit_tokens", "disk") == before + 16 * 40
+
+    wait_for(all_hit)
+    ask(made, PROMPTS[:8])
+    ask(made, PROMPTS[8:])
 
     assert resize(made, spec, 100 * 2 * SLOT) == []
     wait_for(lambda: 0 < used() <= 100 * 2 * SLOT)
@@ -54,13 +63,6 @@ def test_a_disk_shrinks_to_what_was_used_last_and_grows_beyond_its_start(
     ask(made, PROMPTS[8:])
     assert measured(made, "stored_blocks", "disk") == before, "the half used last is there"
     assert resize(made, spec, 300 * 2 * SLOT) == []
-
-    def all_hit() -> bool:
-        """Those that its table still has, although they were evicted, are stored a second later."""
-        before = measured(made, "hit_tokens", "disk")
-        ask(made, PROMPTS)
-        return measured(made, "hit_tokens", "disk") == before + 16 * 40
-
     wait_for(all_hit)
     wait_for(lambda: used() > 100 * 2 * SLOT)
     (reason,) = resize(made, spec, SLOT)
