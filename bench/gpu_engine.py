@@ -30,6 +30,7 @@ from typing import Any
 
 from bench.engine_models import LARGE, LATENT, SMALL, STATES, WINDOWS, write_model
 from bench.gpu_facts import facts
+from bench.on_gpu import write
 from bench.report import machine
 from tiers.engine.identity.digests import SETTLED_SECONDS
 
@@ -308,13 +309,6 @@ def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
         f"{cell['same_bits']} of {cell['at_once']}"
         for cell in came["cells"]
     ]
-
-
-def write(file: Path, said: dict[str, Any]) -> None:
-    """Write what is known so far; a machine that goes away leaves a whole file."""
-    fresh = file.with_suffix(".new")
-    fresh.write_text(json.dumps(said, indent=1) + "\n")
-    fresh.replace(file)
 
 
 def main(file: Path, plan: Plan, only: str | None = None, scratch: Path | None = None) -> int:

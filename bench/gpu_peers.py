@@ -22,7 +22,7 @@ import torch
 
 from bench.gpu import BLOCKS, SHAPES, Shape
 from bench.report import Case, Measure, Row, measure, write_json
-from tiers.contract import block_copier as copying
+from tiers.contract.block_copier import Copy as Queued
 from tiers.gpu.bus import BATCHED, Batch
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import SlotMemory
@@ -123,7 +123,7 @@ class Blocks:
 
     def ours(self, to_device: bool) -> None:
         """Copy all blocks by our copier."""
-        queued: list[copying.Copy] = []
+        queued: list[Queued] = []
         for wave in self._waves:
             blocks, slots = [self._blocks[slot] for slot in wave], list(wave)
             if to_device:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.engine_models import STATES
 from tests.engine.vllm.recipes import recipe
 
 CHILD = Path(__file__).with_name("vllm_child.py")
@@ -54,21 +55,12 @@ MISTRAL = {
 
 
 QWEN_NEXT = {
+    **STATES,
     **LLAMA,
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
 """Three layers of linear attention, which keep states, and one of full attention."""
