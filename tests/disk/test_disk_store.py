@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from contextlib import suppress
@@ -165,6 +167,45 @@ def test_both_halves_of_an_engine_share_one_folder(tmp_path: Path) -> None:
         worker.peek(keys(0))
     store = open_disk(tmp_path)
     assert get(store, keys(0, 1)) == [True, True]
+    store.close()
+
+
+@pytest.mark.parametrize("slots", [64, 40])
+def test_a_batch_gets_its_space_by_one_call(
+    tmp_path: Path, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more than it uses, also where the tier has no room for all of it."""
+    store, calls, allocate = open_disk(tmp_path, slots=slots), list[int](), os.posix_fallocate
+
+    def counted(handle: int, offset: int, length: int) -> None:
+        calls.append(length)
+        allocate(handle, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", counted)
+    put(store, keys(*range(64)))
+    assert calls == [slots * SLOT]
+    assert store.usage().used == slots * SLOT >= allocated(tmp_path)
+    put(store, keys(*range(100, 110)))
+    assert len(calls) == 1 or slots == 64, "evicted slots have their space"
+    audit(store)
+    store.close()
+
+
+def test_a_quota_that_a_batch_exceeds_takes_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a quota leaves does not show in what is free."""
+    store, allocate = open_disk(tmp_path, slots=64), os.posix_fallocate
+
+    def limited(handle: int, offset: int, length: int) -> None:
+        if offset + length > 5 * SLOT:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        allocate(handle, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    assert put(store, keys(*range(8))) == [True] * 5 + [False] * 3
+    assert get(store, keys(*range(8))) == [True] * 5 + [False] * 3
+    audit(store)
     store.close()
 
 

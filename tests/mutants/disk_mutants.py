@@ -107,8 +107,8 @@ MUTANTS = (
     ROOM.but(
         "eviction",
         "the capacity is doubled",
-        "if edit.used + size > edit.capacity or slab.free_bytes()",
-        "if edit.used + size > 2 * edit.capacity or slab.free_bytes()",
+        "if edit.used + size > edit.capacity or not space.has(size)",
+        "if edit.used + size > 2 * edit.capacity or not space.has(size)",
     ),
     ROOM.but(
         "eviction",

@@ -351,7 +351,7 @@ KILLED = """
 from tiers.disk.slab import Slab
 import os, signal
 store = open_disk(path, slots=2000)
-def die(slab, number):
+def die(slab, number, count):
     allocate(slab, 0, 200)  # what a commit that never came would have counted
     os.kill(os.getpid(), signal.SIGKILL)
 put(store, keys(*range(400)), 4096)

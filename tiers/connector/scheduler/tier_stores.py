@@ -280,28 +280,25 @@ class TierStores:
         refused: dict[int, str] = {}
         if not any(missed):  # as of most prompts that come again
             return Claimed(items, refused)
+        writes, room, block_bytes = self._tier.writes, self._room(), tier.block_bytes
         for number, key, paged, is_missed in zip(*offers, missed, strict=True):
             if not is_missed or key in self._keys:
                 continue
-            reason = behind or self._refusal(key)
+            reason = behind or (None if writes else "store_dropped_down")
+            reason = reason or self._admission.refuses(key, block_bytes)
+            if reason is None and room <= 0:
+                reason = "store_dropped_inflight"
             claim = tier.pool.claim(key) if reason is None else None
             if claim is None:
                 refused[number] = reason = reason or "store_dropped_no_slot"
                 behind = None if reason == NOT_YET else reason
                 continue
-            self._admission.stores(key, tier.block_bytes)
+            room -= not tier.manager.completes_on_gather
+            self._admission.stores(key, block_bytes)
             self.slots_pinned += 1
             self._keys.add(key)
             items[number] = StoreItem(key, claim.slot, paged if claim.fresh else None)
         return Claimed(items, refused)
-
-    def _refusal(self, key: bytes) -> str | None:
-        if not self._tier.writes:
-            return "store_dropped_down"
-        reason = self._admission.refuses(key, self._tier.open.block_bytes)
-        if reason is None and self._room() <= 0:
-            return "store_dropped_inflight"
-        return reason
 
     def _room(self) -> int:
         """How many blocks more may be stored at once, as far as that decides."""

@@ -412,10 +412,13 @@ class HostSlots:
 
         A slot that another tier should have gathered, and did not, is False.
         """
+        ended: Gather | None = None
         for slot, key in zip(slots, keys, strict=True):
             gather = self._gathers.get(slot)
             if gather is not None and self._holds.get(slot) == key:
-                gather.wait()
+                if gather is not ended:  # a step has one
+                    gather.wait()
+                    ended = gather
                 # A gather that failed stays: its `wait` raises for the other tiers, too.
                 self._gathers.pop(slot, None)
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]

@@ -24,7 +24,7 @@ from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
 from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Damaged, Index, translated
-from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses
+from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses, Space
 from tiers.disk.slab import Access, Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
@@ -236,8 +236,10 @@ class OpenFolder:
         held = {key for key in sizes if edit.entry(key) is not None}
         for key in filter(held.__contains__, reversed(sizes)):
             edit.renew(key)
-        for key in (key for key in sizes if key not in held and key not in slots):
-            slot = slot_allocator.allocate(edit, self.slabs, sizes[key], sizes.keys(), self.uses)
+        missing = [key for key in sizes if key not in held and key not in slots]
+        space = Space(self.slabs, (sizes[key] for key in missing))
+        for key in missing:
+            slot = slot_allocator.allocate(edit, space, sizes[key], sizes.keys(), self.uses)
             if slot is None:
                 break
             slots[key] = slot

@@ -239,6 +239,10 @@ class Edit:
         self.used += slot.size
         return slot
 
+    def is_last(self, slot: Slot) -> bool:
+        """Whether a reserved slot is at its file's end."""
+        return slot.number + 1 == self.lengths().get(slot.size)
+
     def publish(self, key: bytes, entry: Entry) -> None:
         """Make a reserved slot the live block of a key that has none."""
         self._delete("reserved", SLOT.pack(*entry.slot))
@@ -268,7 +272,7 @@ class Edit:
         self.freed.append(slot)
         self._delete("reserved", SLOT.pack(*slot))
         self.used -= slot.size
-        if slot.number + 1 == self.lengths().get(slot.size):
+        if self.is_last(slot):
             self._put("lengths", SIZE.pack(slot.size), SIZE.pack(slot.number))
         else:
             self._put("free", SLOT.pack(*slot), b"")

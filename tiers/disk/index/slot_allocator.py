@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice, repeat
 
 from spec.fields import format_size
@@ -93,16 +93,63 @@ def shortage(usage: Usage, capacity: int, free: int) -> str:
     return ""
 
 
+class Space:
+    """Disk space for the slots of one edit. At the end of a file one call allocates it for all
+    blocks of the batch that may follow: a call and a look at the file system for each took half of
+    what storing a small block takes. A killed edit leaves what it did not use; see `truncate`."""
+
+    def __init__(self, slabs: Slabs, sizes: Iterable[int]) -> None:
+        """`sizes`: slot bytes of each block of the batch that is to be stored."""
+        self._slabs = slabs
+        self._left = Counter(sizes)
+        self._free: int | None = None
+        self._ahead: dict[int, range] = {}
+
+    def begin(self, size: int) -> None:
+        """The next block of the batch is one of this size."""
+        self._left[size] -= 1
+
+    def has(self, size: int) -> bool:
+        """Whether the file system has room for one more slot, and the index."""
+        if self._free is None:
+            self._free = self._slabs[size].free_bytes()
+        return self._free >= size + INDEX_MARGIN
+
+    def allocate(self, edit: Edit, slot: Slot) -> bool:
+        """Allocate space for a slot that is reserved; whether there was any."""
+        size, number = slot
+        if number not in self._ahead.get(size, ()):
+            room = edit.capacity - edit.used, (self._free or 0) - INDEX_MARGIN - size
+            more = min(self._left[size], *(most // size for most in room))
+            ahead = 1 + max(0, more) if edit.is_last(slot) else 1
+            # A quota does not show in what is free: where not all find room, one may.
+            if not any(self._try(slot, count) for count in sorted({ahead, 1}, reverse=True)):
+                return False
+        self._free = (self._free or 0) - size
+        return True
+
+    def _try(self, slot: Slot, count: int) -> bool:
+        try:
+            self._slabs[slot.size].allocate(slot.number, count)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return False
+        self._ahead[slot.size] = range(slot.number, slot.number + count)
+        return True
+
+
 def allocate(
-    edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes], uses: PendingUses
+    edit: Edit, space: Space, size: int, batch: Collection[bytes], uses: PendingUses
 ) -> Slot | None:
     """Reserve a slot of `size` bytes with disk space behind it, evicting blocks other than those of
     `batch` if need be. None: there is no room without them."""
+    space.begin(size)
     if size > edit.capacity:
         return None
     if edit.used > edit.capacity:
         return _replace(edit, size, batch, uses)
-    slot = _grow(edit, slabs, size)
+    slot = _grow(edit, space, size)
     while slot is None:
         victim = _oldest(edit, batch, uses)
         if victim is None:
@@ -113,7 +160,7 @@ def allocate(
         edit.vacate(slot)
         if edit.used + size > edit.capacity:
             slot = None
-        elif (slot := _grow(edit, slabs, size)) is None:
+        elif (slot := _grow(edit, space, size)) is None:
             return None  # a full file system gets no space from evictions before the commit
     return slot
 
@@ -143,16 +190,11 @@ def _replace(edit: Edit, size: int, batch: Collection[bytes], uses: PendingUses)
     return None
 
 
-def _grow(edit: Edit, slabs: Slabs, size: int) -> Slot | None:
-    slab = slabs[size]
-    if edit.used + size > edit.capacity or slab.free_bytes() < size + INDEX_MARGIN:
+def _grow(edit: Edit, space: Space, size: int) -> Slot | None:
+    if edit.used + size > edit.capacity or not space.has(size):
         return None
     slot = edit.claim(size)
-    try:
-        slab.allocate(slot.number)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
+    if not space.allocate(edit, slot):
         edit.vacate(slot)
         return None
     return slot
