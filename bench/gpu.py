@@ -28,6 +28,8 @@ BLOCKS = 64
 STEP_BLOCKS = 16
 """Blocks that requests complete in a step that decodes."""
 STEPS = 8
+LAUNCHES = 300
+"""Of a step, about as many as an eager one of a small model has."""
 WIDTH = 8192
 """Of the matrices whose products are a step's compute."""
 
@@ -47,6 +49,7 @@ _NAMES = (
     ("compute during gathers, in steps", 1 / 1.05),
     ("compute during scatters, in steps", 1 / 1.05),
     ("a step's result to the host, beside a gather", 0.5),
+    ("the engine's launches, behind a gather that waits", 0.9),
     ("whole loads, by tier", 0.9),
     ("a load beside the step that begins it", 0.8),
 )
@@ -182,7 +185,9 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
                 limit=work.timed(lambda: None),
                 target=1 / 1.05,
             )
-        yield from _tokens_copy(work, stack, block_bytes)
+        beside = Batch(4 * BLOCKS, block_bytes, stack)
+        yield from _tokens_copy(work, beside)
+        yield from _launches(work, beside)
         yield from load_cases(scale, contiguous, work.queue)
     yield from _by_block_size(scale)
 
@@ -251,10 +256,9 @@ def _scatters(batch: Batch, loader: ThreadPoolExecutor) -> Callable[[], Callable
     return begin
 
 
-def _tokens_copy(work: Work, stack: ExitStack, block_bytes: int) -> Iterator[Case]:
+def _tokens_copy(work: Work, batch: Batch) -> Iterator[Case]:
     """What an engine reads of a step's result, a few bytes, beside a gather of all of its blocks:
     both cross the bus the same way."""
-    batch = Batch(4 * BLOCKS, block_bytes, stack)
     beside = torch.cuda.Stream()
     device = torch.zeros(16, dtype=torch.int64, device="cuda")
     host = torch.zeros(16, dtype=torch.int64, pin_memory=True)
@@ -282,6 +286,30 @@ def _tokens_copy(work: Work, stack: ExitStack, block_bytes: int) -> Iterator[Cas
     case = f"a step's result to the host, beside a gather of {4 * BLOCKS} blocks"
     alone = arrives(lambda: lambda: None)
     yield Case("gpu", case, "us", arrives(_gathers(batch)), limit=alone, target=0.5)
+
+
+def _launches(work: Work, batch: Batch) -> Iterator[Case]:
+    """The next step's launches, by the engine's thread, while the step is computed that a gather
+    waits for: the thread that queues the gather has the driver and the interpreter, too."""
+    small, compute = torch.ones(8, device="cuda"), work.queue(20.0)
+
+    def takes(begin: Callable[[], Callable[[], object]]) -> Measure:
+        def run() -> float:
+            torch.cuda.synchronize()
+            compute()
+            wait = begin()
+            began = time.perf_counter()
+            for _ in range(LAUNCHES):
+                small.add_(1)
+            took = time.perf_counter() - began
+            wait()
+            return took * 1e6
+
+        return run
+
+    case = f"the engine's launches, {LAUNCHES}, behind a gather of {4 * BLOCKS} blocks that waits"
+    alone = takes(lambda: lambda: None)
+    yield Case("gpu", case, "us", takes(_gathers(batch)), limit=alone, target=0.9)
 
 
 def _by_block_size(scale: Scale) -> Iterator[Case]:

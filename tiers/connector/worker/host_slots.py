@@ -412,7 +412,7 @@ class HostSlots:
 
         A slot that another tier should have gathered, and did not, is False.
         """
-        ended: Gather | None = None
+        ended: Copy | None = None
         for slot, key in zip(slots, keys, strict=True):
             gather = self._gathers.get(slot)
             if gather is not None and self._holds.get(slot) == key:
