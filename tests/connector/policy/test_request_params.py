@@ -21,6 +21,9 @@ from tiers.connector.policy.request_params import (
     Retain,
 )
 
+MANY = {str(number): 0 for number in range(33)}
+"""What is reported field by field takes the engine's thread a while for each."""
+
 
 def ours(said: Any) -> Any:
     return FakeRequest(kv_transfer_params={"kvtiers": {"hints": said}})
@@ -118,12 +121,16 @@ def test_the_engines_envelope_counts_where_both_say_something() -> None:
         (ours({"prefetch": {}}), "max_tokens 1"),
         (ours({"pin": {}}), "use retain or demote"),
         (ours({3: {}}), "use retain or demote"),
+        (ours({"retain": MANY}), "retain: more than 32 items"),
+        (ours({"retain": {"ttl": [0] * 33}}), "retain: more than 32 items"),
+        (ours({"retain": {"x" * 1000: 0}}), "retain.ttl: Field required; retain.xxx"),
         (ours(["retain"]), "hints"),
         (ours("retain"), "hints"),
         (passed_on(action("retain", {"ttl": 1}, "2")), "version '2'"),
         (passed_on(action("retain", {"ttl": 1}, None)), "version None"),
         (passed_on(action("kvcr.pin", {})), "kvcr.pin"),
         (passed_on(action([], {})), "use retain or demote"),
+        (passed_on(action("retain", {"ttl": 1}, [0] * 33)), "version a list"),
         (passed_on("odd"), "use retain or demote"),
         (routed(routed_action("kv.fetch", {"block_hashes": [1]}, "1.0")), "list the connector"),
         (routed(routed_action("retain", {"ttl": 1}, "1.0")), "version '1.0'"),
@@ -141,7 +148,7 @@ def test_what_is_malformed_or_unknown_is_ignored_counted_and_said(
         assert reader.read(request_) == NO_HINTS
     assert reader.ignored == 2
     (line,) = caplog.messages
-    assert named in line
+    assert named in line and len(line) < 400
 
 
 def test_one_bad_hint_spoils_neither_the_others_nor_the_limits(
@@ -202,6 +209,9 @@ def test_limits_are_read(caplog: pytest.LogCaptureFixture) -> None:
         ({"tiers": [1]}, "tiers"),
         ({"store": "no"}, "store"),
         ({"stores": False}, "stores"),
+        (MANY, "more than 32 items"),
+        ({"tiers": ["cpu"] * 33}, "more than 32 items"),
+        ({"tiers": [0] * 33}, "more than 32 items"),
     ],
 )
 def test_malformed_limits_are_none_and_the_problem_is_named(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,6 +14,8 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.contract.protocols import Request
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
 
 KEY = "kvtiers"
 """Our entry of `kv_transfer_params`; other entries belong to other connectors."""
@@ -30,6 +32,9 @@ MAX_TTL = 86_400.0
 """Seconds: a day. A client that still wants the blocks then repeats its hint."""
 MAX_ACTIONS = 16
 """Actions that are read of one request; a longer list is nobody's plan."""
+MAX_ITEMS = 32
+"""Items that are read of one list or mapping. Of each wrong one pydantic makes an error, in 2.5 us
+of the engine's thread: a client's million of them would be a step of seconds for everybody."""
 INSTEAD = {
     "prefetch": "send the prompt with max_tokens 1, which loads and promotes its blocks",
     "kv.fetch": "tiers are looked up for each request; list the connector that fetches beside them",
@@ -88,7 +93,7 @@ class HintReader:
             found = "too many actions" if number >= MAX_ACTIONS else _read(*action)
             if isinstance(found, str):
                 self.ignored += 1
-                self._log.log("request %s: a hint is ignored: %.300r", request.request_id, found)
+                self._log.log("request %s: a hint is ignored: %r", request.request_id, found)
             else:
                 hints = hints._replace(**found)
         return hints
@@ -129,20 +134,42 @@ def _read(action: object, payload: object, version: object) -> dict[str, Any] | 
     """The field of `Hints` that an action is, or why it is none."""
     if not isinstance(action, str) or action not in ACTIONS:
         instead = INSTEAD.get(action) if isinstance(action, str) else None
-        return f"{action!r:.80} is unknown; {instead or 'use ' + ' or '.join(ACTIONS)}"
+        return f"{_shown(action)} is unknown; {instead or 'use ' + ' or '.join(ACTIONS)}"
     if version != VERSION:
-        return f"{action} of version {version!r:.80} is unknown; use {VERSION!r}"
+        return f"{action} of version {_shown(version)} is unknown; use {VERSION!r}"
+    found = _validated(ACTIONS[action], payload, action)
+    return found if isinstance(found, str) else {action: found}
+
+
+def _validated(kind: type[M], said: object, name: str) -> M | str:
+    """What a request says under a name, or what is wrong with it, in 300 characters at most."""
+    if _is_long(said):
+        return f"{name}: more than {MAX_ITEMS} items"
     try:
-        return {action: ACTIONS[action].model_validate(payload)}
+        return kind.model_validate(said)
     except ValidationError as error:
-        return _problems(error, action)
+        problems = (
+            f"{'.'.join(map(str, (name, *problem['loc'])))}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        )
+        return "; ".join(problems)[:300]
 
 
-def _problems(error: ValidationError, name: str) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, (name, *problem['loc'])))}: {problem['msg']}"
-        for problem in error.errors(include_url=False)
+def _is_long(said: object) -> bool:
+    """Whether it, or a value in it, has more items than are read."""
+    some = [said]
+    if isinstance(said, Mapping) and len(said) <= MAX_ITEMS:
+        some += said.values()
+    return any(
+        isinstance(one, Sized) and not isinstance(one, str) and len(one) > MAX_ITEMS for one in some
     )
+
+
+def _shown(value: object) -> str:
+    """A value in a few words, whose rest is not looked at."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    return repr(value) if value is None or isinstance(value, int) else f"a {type(value).__name__}"
 
 
 class RequestLimits(BaseModel):
@@ -190,14 +217,15 @@ class LimitsReader:
         every token computed) loads none either.
         """
         entry, limits = entry_of(request), UNLIMITED
-        if isinstance(entry, dict):
+        if isinstance(entry, dict) and len(entry) <= MAX_ITEMS:
             entry = {key: value for key, value in entry.items() if key not in (HINTS, CACHED)}
         if entry is not None:
-            try:
-                limits = RequestLimits.model_validate(entry)
-            except ValidationError as error:
-                ignored = "request %s has limits that are ignored: %.300r"
-                self._ignored.log(ignored, request.request_id, _problems(error, KEY))
+            found = _validated(RequestLimits, entry, KEY)
+            if isinstance(found, str):
+                ignored = "request %s has limits that are ignored: %r"
+                self._ignored.log(ignored, request.request_id, found)
+            else:
+                limits = found
         if getattr(request, "skip_reading_prefix_cache", False):
             limits = limits.model_copy(update={"max_load_tokens": 0})
         return limits
