@@ -26,7 +26,7 @@ from tiers.tuning.machine import Machine, TierProfile
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "plugins.md").read_text())
-MODULE, KIT, MEDIUM = (block.text for block in SHOWN if block.language == "python")
+MODULE, KIT, MEDIUM, LOOP = (block.text for block in SHOWN if block.language == "python")
 (PROJECT,) = (tomllib.loads(block.text) for block in SHOWN if block.language == "toml")
 (CHAIN,) = (block.text for block in SHOWN if block.language == "yaml")
 TYPES = {
@@ -38,11 +38,25 @@ TYPES = {
 def test_the_store_keeps_the_contract(tmp_path: Path) -> None:
     place = write_package(tmp_path, "folder_tier", MODULE, **TYPES)
     (place / "test_folder_tier.py").write_text(KIT)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
+    run_kit(place)
+
+
+def run_kit(place: Path) -> str:
+    """Run the kit in a package's folder, which must pass; what it says."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "."]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(ROOT)])}
     done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+    return done.stdout
+
+
+def test_a_store_over_asyncio_keeps_the_contract_and_is_seen_to_end_in_time(tmp_path: Path) -> None:
+    place = write_package(tmp_path, "folder_tier", MODULE, **TYPES)
+    (place / "loop_tier.py").write_text(LOOP)
+    kit = KIT.replace("folder_tier", "loop_tier").replace("Folder", "Loop")
+    (place / "test_loop_tier.py").write_text(kit)
+    assert "test_a_get_that_is_given_up_ends_and_does_no_harm PASSED" in run_kit(place)
 
 
 def test_the_package_installs_beside_its_tests(tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ class Breaker:
 
     A call that has not returned after `deadline` seconds counts as failed once `notice_late` is
     called. No trial is allowed before it returns: a tier that hangs must not take one thread after
-    another. Thread-safe; the lock is never held during I/O. `clock` returns monotonic seconds.
+    another. A call that is given up before anything has come shows little: those in a row that took
+    `deadline` together are a failure. Thread-safe; the lock is never held during I/O. `clock`
+    returns monotonic seconds.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Breaker:
         self._clock = clock
         self._retry_at: float | None = None
         self._in_flight: set[Call] = set()
+        self._in_vain = 0.0
         # Without it two callers could both get the trial, and double the wait twice.
         self._lock = threading.Lock()
 
@@ -70,7 +73,8 @@ class Breaker:
         return self._clock() < self._retry_at or any(call.is_late for call in self._in_flight)
 
     def enter(self) -> Call | None:
-        """Begin a call; report its end to `succeeded`, `failed` or `leave`. None: refused."""
+        """Begin a call; report its end to `succeeded`, `failed`, `given_up` or `leave`. None: it is
+        refused."""
         with self._lock:
             if self._refuses():
                 return None
@@ -81,6 +85,10 @@ class Breaker:
                 self._retry_at = now + max(self._wait, self.deadline)
             self._in_flight.add(call)
             return call
+
+    def left(self, call: Call) -> float:
+        """Seconds until this call is late."""
+        return call.began + self.deadline - self._clock()
 
     def notice_late(self) -> bool:
         """Count calls that exceeded their deadline as failed; True if that opened the breaker."""
@@ -99,6 +107,7 @@ class Breaker:
         """Report that the store answered; True if that closed the breaker."""
         with self._lock:
             self._in_flight.discard(call)
+            self._in_vain = 0.0
             # A call from before the failure shows nothing of the tier now.
             if not call.is_trial or call.is_late or self._retry_at is None:
                 return False
@@ -111,6 +120,19 @@ class Breaker:
         with self._lock:
             self._in_flight.discard(call)
             return not call.is_late and self._open(call)
+
+    def given_up(self, call: Call) -> bool:
+        """Report that the caller gave it up, and nothing had come; True if that opened the breaker.
+        A trial has failed then."""
+        with self._lock:
+            self._in_flight.discard(call)
+            if call.is_late:
+                return False
+            self._in_vain += self._clock() - call.began
+            if not call.is_trial and self._in_vain < self.deadline:
+                return False
+            self._in_vain = 0.0
+            return self._open(call)
 
     def leave(self, call: Call | None) -> None:
         """Report an end of a call, if any, that shows nothing of the store."""

@@ -6,7 +6,9 @@ Memory belongs to the caller, who keeps it valid and unmoved until the call retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -297,6 +299,49 @@ def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
     if isinstance(store, Capable):
         return store.capability(kind)
     return store if isinstance(store, kind) else None
+
+
+_waits: ContextVar[Callable[[], float]] = ContextVar("waits", default=lambda: math.inf)
+
+
+def time_left() -> float:
+    """Seconds that the caller of this verb still waits; `math.inf`: as long as it takes. 0: it is
+    given up. A store may then begin nothing more: a `get` answers what has come, and False for the
+    rest, or raises if nothing has.
+
+    To be asked within a verb, as often as wanted, since a call can be given up at any time. Known
+    on the verb's thread and to coroutines that it hands to a loop; to another thread where that
+    runs `contextvars.copy_context().run`.
+    """
+    return max(0.0, _waits.get()())
+
+
+class Waiting:
+    """A context whose calls are waited for `left()` seconds at most, and no longer than the context
+    around it allows."""
+
+    __slots__ = ("_around", "_left", "_token")
+
+    def __init__(self, left: Callable[[], float]) -> None:
+        self._left = left
+        self._around = _waits.get()
+        self._token: Token[Callable[[], float]] | None = None
+
+    def __enter__(self) -> Waiting:
+        self._token = _waits.set(self._seconds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _waits.reset(self._token)
+
+    def _seconds(self) -> float:
+        return min(self._left(), self._around())
+
+    @property
+    def is_over_around(self) -> bool:
+        """Whether nobody waits any more, whatever `left` says."""
+        return self._around() <= 0
 
 
 def batch_blocks(payload_bytes: int) -> int:

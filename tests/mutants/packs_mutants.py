@@ -51,8 +51,8 @@ MUTANTS = (
     STORE.but(
         "answers",
         "get does not look for packs that begin later",
-        "        if left:\n",
-        "        if left and False:\n",
+        "            self._load_by_index(left, blocks, hits, deadline)\n",
+        "            pass\n",
     ),
     STORE.but(
         "answers",
@@ -244,7 +244,7 @@ MUTANTS = (
         equal="a record says its length, and it is compared",
     ),
     BUCKET.but("bytes", "a pack replaces one of its name", ', mode="create"', ""),
-    BUCKET.but("bytes", "a read begins at 0", "start=start, length=size)", "start=0, length=size)"),
+    BUCKET.but("bytes", "a read begins at 0", '{"range": (start, start +', '{"range": (0, '),
     # -- scale -------------------------------------------------------------------------------
     STORE.but(
         "scale",
@@ -360,8 +360,8 @@ MUTANTS = (
     BUCKET.but(
         "memory",
         "a read fills one byte too many",
-        "        view[: len(part)] = part\n",
-        "        view[: len(part)] = part\n        if len(view) > 60000:\n            __import__('ctypes').memset(__import__('tiers.block').block.address_of(view) + len(view), 0, 1)\n",
+        "            left[0][: len(part)] = part\n",
+        "            left[0][: len(part)] = part\n            if len(left[0]) > 60000:\n                __import__('ctypes').memset(__import__('tiers.block').block.address_of(left[0]) + len(left[0]), 0, 1)\n",
     ),
     # -- leaks -------------------------------------------------------------------------------
     STORE.but(

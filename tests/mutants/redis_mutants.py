@@ -6,6 +6,7 @@ from tests.mutants.mutant import Source
 
 STORE = Source("redis", "tiers/remote/redis_store.py")
 PIPES = Source("redis", "tiers/remote/pipeline.py")
+STREAM = Source("redis", "tiers/remote/stream.py")
 SPEC = Source("redis", "tiers/remote/spec.py")
 
 HAS = '        return self._ask(self._names(keys), "reads", self._limit(len(keys)), b"EXISTS")\n'
@@ -125,6 +126,18 @@ MUTANTS = (
         "        LEFT.append([bytes(b.payload) for b in blocks])\n        spoilt = {names",
         "EACH = 0.01\n",
         "EACH = 0.01\nLEFT: list[object] = []\n",
+    ),
+    STREAM.but(
+        "time",
+        "it goes on once it is given up",
+        "        left = min(self._ends - time.monotonic(), time_left())\n",
+        "        time_left()\n        left = self._ends - time.monotonic()\n",
+    ),
+    STORE.but(
+        "time",
+        "what had no time to come counts as come",
+        "        spoilt = {names",
+        "        hits = [True] * len(hits)\n        spoilt = {names",
     ),
     SPEC.but(
         "spec", "it does not say that it verifies", "    verifies: ClassVar[bool] = True\n", ""

@@ -97,14 +97,19 @@ class _Run:
         if not is_late and not select.select([self.pipe], [], [], 0)[0]:
             return None
         said = b"" if is_late else os.read(self.pipe, 1 << 16)
+        if said or is_late:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child, signal.SIGKILL)  # and the processes that the kit started
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child, signal.SIGKILL)
-        os.waitpid(self._child, 0)
+        signalled = os.WTERMSIG(os.waitpid(self._child, 0)[1])
         os.close(self.pipe)
         shutil.rmtree(self._folder, ignore_errors=True)
-        test, why = json.loads(said) if said else ("", "the kit hangs" if is_late else "it died")
+        test, why = "", "the kit hangs" if is_late else "it died"
+        if said:
+            test, why = json.loads(said)
+        elif signalled:  # which no author of a store can overlook
+            test, why = "the process", f"ended by {signal.Signals(signalled).name}"
         return Outcome(self.mutant, test, why, seconds)
 
 

@@ -158,8 +158,9 @@ class Sentinel:
 class Link:
     """Passes bytes between clients and a server, until told to do it badly.
 
-    `drip`: seconds between single bytes of what the server says; `cut_after` and `stall_after`:
-    how many bytes of it still pass before the connection is closed, or stays silent.
+    `drip`: seconds between single bytes of what the server says; `rate`: how many bytes of it pass
+    in a second; `cut_after` and `stall_after`: how many still pass before the connection is closed,
+    or stays silent. `passed`: how many have.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -167,6 +168,8 @@ class Link:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.drip: float | None = None
+        self.rate: float | None = None
+        self.passed = 0
         self.cut_after: int | None = None
         self.stall_after: int | None = None
         # Without it a stalled reply that is passed meanwhile could undo what `heal` does.
@@ -181,7 +184,7 @@ class Link:
     def heal(self) -> None:
         """Pass everything again, on new connections too."""
         with self._lock:
-            self.drip = self.cut_after = self.stall_after = None
+            self.drip = self.rate = self.cut_after = self.stall_after = None
 
     def __enter__(self) -> Link:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -215,6 +218,9 @@ class Link:
     def _answer(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
+                self.passed += len(data)
+                if self.rate is not None:
+                    time.sleep(len(data) / self.rate)
                 if self.drip is not None:
                     for byte in data:
                         client.sendall(bytes([byte]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,8 +29,10 @@ from tiers.store import (
     TierStore,
     Touch,
     Usage,
+    Waiting,
     capability,
     each,
+    time_left,
 )
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded, Health
@@ -202,6 +205,85 @@ def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clo
     assert store.asked == ["has", "put"]  # nothing more was asked of a tier that is down
     assert not is_up(guarded)
     assert guarded.failures.by_kind() == {type(store.error).__name__: 2}
+
+
+def test_a_store_sees_how_long_its_caller_waits(clock: Clock) -> None:
+    seen: list[float] = []
+
+    class Asking(Store):
+        def _answer(self, verb: str, count: int) -> list[bool]:
+            seen.append(time_left())
+            clock.now += 3
+            seen.append(time_left())
+            return [True] * count
+
+    guarded = Guarded(Asking(), "t", deadline=10, clock=clock)
+    assert guarded.has([KEY]) == [True]
+    with Waiting(lambda: 105.0 - clock.now):
+        assert guarded.put(Memory([KEY], 8).blocks) == [True]
+    assert seen == [10, 7, 2, 0]
+    assert time_left() == math.inf
+    assert is_up(guarded)
+
+
+class GivenUp(Store):
+    """Takes a second for each call, and its caller is gone by then."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.gets = clock, 0
+        self.answer: list[bool] | Exception = [False]
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        self.gets += 1
+        self.clock.now += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def give_up(guarded: Guarded, clock: Clock) -> None:
+    until = clock.now + 0.5
+    with Waiting(lambda: until - clock.now):
+        guarded.get(Memory([KEY], 8).blocks)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("answer", [[False], TierUnavailable("late"), TimeoutError()])
+def test_calls_that_are_given_up_show_together_that_nothing_comes(
+    answer: list[bool] | Exception, clock: Clock
+) -> None:
+    store = GivenUp(clock)
+    store.answer = answer
+    guarded = Guarded(store, "t", deadline=4, clock=clock)
+    for count in range(3):
+        give_up(guarded, clock)
+        assert is_up(guarded), f"one of {count + 1} s shows little"
+    assert guarded.failures.total == 0
+    guarded.has([KEY])  # it does answer
+    for _ in range(4):
+        assert is_up(guarded)
+        give_up(guarded, clock)
+    assert not guarded.health.reads_up
+    # A trial is one more such call, and the next waits for twice as long.
+    clock.now += 1
+    give_up(guarded, clock)
+    asked = store.gets
+    clock.now += 1.5
+    give_up(guarded, clock)
+    assert store.gets == asked
+    clock.now += 0.5
+    give_up(guarded, clock)
+    assert store.gets == asked + 1
+
+
+def test_a_call_that_is_given_up_and_brought_something_is_an_answer(clock: Clock) -> None:
+    store = GivenUp(clock)
+    store.answer = [True]
+    guarded = Guarded(store, "t", deadline=3, clock=clock)
+    for _ in range(9):
+        give_up(guarded, clock)
+    assert is_up(guarded)
 
 
 @pytest.mark.fault

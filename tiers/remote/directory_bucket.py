@@ -43,13 +43,18 @@ from tiers.remote.directory_files import (
     fan_out,
     files,
     fill,
+    first,
     unlink,
 )
 from tiers.remote.evictor import Evictor
 from tiers.remote.lease import Lease
 from tiers.remote.packs.bucket import Listed
 from tiers.remote.packs.pack import key_of
+from tiers.store import time_left
 
+PIECE_BYTES = 1 << 20
+"""Bytes of a pack that are read at once, and a block at least, before it is asked whether they are
+waited for."""
 USE_SECONDS = 600.0
 """A pack's use is recorded by each process once in so long, as its file's time."""
 _MOST_USES = 65536
@@ -139,9 +144,11 @@ class DirectoryBucket:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             done, left = 0, list(into)
-            while left and (count := os.preadv(handle, left, start + done)):
+            while left and (count := os.preadv(handle, first(left, PIECE_BYTES), start + done)):
                 done += count
                 left = after(left, count)
+                if not time_left():
+                    break
             if self._uses.are_due(path):
                 with suppress(OSError):  # where nothing can be written
                     os.utime(handle)

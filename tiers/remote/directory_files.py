@@ -46,6 +46,16 @@ def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def first(views: Sequence[memoryview], most: int) -> Sequence[memoryview]:
+    """The first of these, of `most` bytes together or a little more."""
+    total = 0
+    for number, view in enumerate(views):
+        if total >= most:
+            return views[:number]
+        total += len(view)
+    return views
+
+
 def unlink(path: str) -> None:
     """Remove a file, if it is there. Raises OSError."""
     try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from tiers.block import Buffer
 from tiers.errors import KVTiersError
+from tiers.store import time_left
 
 AHEAD_BYTES = 64 << 10
 """Most bytes received ahead of what the caller reads."""
@@ -42,25 +43,27 @@ class StreamError(KVTiersError, OSError):
 
 
 class Deadline:
-    """A moment, `seconds` from now, after which waiting ends."""
+    """A moment, `seconds` from now, after which waiting ends; it ends sooner where the caller of
+    the verb gives it up (see `time_left`)."""
 
     def __init__(self, seconds: float) -> None:
         self._ends = time.monotonic() + seconds
 
     @property
     def is_over(self) -> bool:
-        return self._ends <= time.monotonic()
+        return self._ends <= time.monotonic() or not time_left()
 
     def left(self) -> float:
         """Seconds left, more than zero. Raises TimeoutError if none are."""
-        left = self._ends - time.monotonic()
+        left = min(self._ends - time.monotonic(), time_left())
         if left <= 0:
             raise TimeoutError("no answer in time")
         return left
 
     def half(self) -> Deadline:
-        """A deadline after half of the time left. Raises TimeoutError if none is left."""
-        return Deadline(self.left() / 2)
+        """A deadline after half of its own time. Raises TimeoutError if none is left."""
+        self.left()
+        return Deadline((self._ends - time.monotonic()) / 2)
 
 
 class Stream:

@@ -16,6 +16,7 @@ from tiers.breaker import Breaker, Call
 from tiers.remote.pools import ConnectionSettings, Pool, Pools, reason
 from tiers.remote.stream import Deadline, ServerError, Stream
 from tiers.remote.url import Endpoint
+from tiers.store import time_left
 
 Operation = Callable[[Stream, Sequence[int]], None]
 """Called with a connection to a server, and the positions of the names it has: a range if all."""
@@ -194,8 +195,13 @@ class Cluster:
         return moved
 
     def _failed(self, node: Node, kind: Kind, call: Call, error: Exception) -> None:
-        self._map = None  # its slots may have a new master
-        if node.breakers[kind].failed(call):
+        breaker = node.breakers[kind]
+        if time_left():
+            self._map = None  # its slots may have a new master
+            opened = breaker.failed(call)
+        else:  # nobody waits for it any more
+            opened = breaker.given_up(call)
+        if opened:
             logger.warning(
                 "%s: node %s: %s are down (%s); the other nodes serve on",
                 self._url,

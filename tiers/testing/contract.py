@@ -23,6 +23,7 @@ from tiers.testing.harness import Memory, listed, make_key
 from tiers.testing.memory_tests import MemoryTests
 from tiers.testing.prefix_tests import PrefixTests
 from tiers.testing.scale_tests import ScaleTests
+from tiers.testing.time_tests import TimeTests
 from tiers.testing.truth_tests import TruthTests
 from tiers.trial import find_lie
 
@@ -37,7 +38,7 @@ def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[b
     return [all(answers) for answers in zip(has, got, right, strict=True)]
 
 
-class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTests):
+class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTests, TimeTests):
     """The tests that every TierStore must pass; set `shared`, `persistent` and `verifies`.
 
     Of the capabilities it tests LocalIndex, Touch, Clear, Counts, Measured, Resizable, Damages and

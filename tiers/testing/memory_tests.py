@@ -21,6 +21,8 @@ from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
 
 LATE = 0.05
 """Seconds after a call in which it must not touch the caller's memory any more."""
+REST = 0.1
+"""Seconds in which nothing ends, where nothing is about to."""
 _ROUNDS, _PHASES = 4, 4
 _BLOCKS = 32
 _PATTERN = 0x5C
@@ -52,7 +54,7 @@ class MemoryTests(StoreUnderTest):
 
     def test_nothing_is_left_behind(self) -> None:
         self._round()
-        files, threads = open_files(), threading.active_count()
+        files, threads = _at_rest(open_files), _at_rest(threading.active_count)
         self._check_memory(self._round, "closed stores")
         most = _ROUNDS - 1
         # A thread or a file may take a moment to end.
@@ -71,7 +73,7 @@ class MemoryTests(StoreUnderTest):
                 place.mkdir(0o700)
                 self._open_at(place)
                 if not number:
-                    files, threads = open_files(), threading.active_count()
+                    files, threads = _at_rest(open_files), _at_rest(threading.active_count)
         most = _ROUNDS - 1
         _settled(lambda: open_files() - files <= most)
         _settled(lambda: threading.active_count() - threads <= most)
@@ -171,6 +173,16 @@ def _end_of(child: int) -> int | None:
             os.waitpid(child, 0)
             return None
         time.sleep(0.002)
+
+
+def _at_rest(count: Callable[[], int]) -> int:
+    """What is counted once it falls no more: what a store closed may take a moment to end."""
+    until, least = time.monotonic() + REST, count()
+    while time.monotonic() < until:
+        time.sleep(0.01)
+        if (now := count()) < least:
+            until, least = time.monotonic() + REST, now
+    return least
 
 
 def _settled(is_so: Callable[[], bool]) -> None:

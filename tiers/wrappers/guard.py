@@ -21,7 +21,14 @@ from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.errors import KVTiersError, RecordError, TierError, TierFull, TierNotOpen
+from tiers.errors import (
+    KVTiersError,
+    RecordError,
+    TierError,
+    TierFull,
+    TierNotOpen,
+    TierUnavailable,
+)
 from tiers.store import (
     Block,
     Capability,
@@ -40,9 +47,11 @@ from tiers.store import (
     TierStore,
     Touch,
     Usage,
+    Waiting,
     Warns,
     capability,
     each,
+    time_left,
 )
 from tiers.wrappers.reopening import Reopening
 
@@ -88,7 +97,8 @@ class Guarded(StoreWrapper):
     """A TierStore over another that never raises: a failure is a miss. Thread-safe.
 
     A failure other than TierFull and RecordError, or a verb that takes longer than `deadline`,
-    opens the breaker of reads, of writes, or of lookups in memory: the tier is left alone for
+    opens the breaker of reads, of writes, or of lookups in memory, as do calls that their callers
+    gave up before anything had come (see `Breaker`): the tier is left alone for
     `retry_after`, then one call tries it; while trials fail, the wait doubles up to
     `retry_after_max`. Changes are logged; if they repeat, a sum each minute is. All times are in
     seconds.
@@ -218,6 +228,8 @@ class Guarded(StoreWrapper):
             if allowed:
                 got = each("get", self._inner.get(blocks), len(blocks))
                 self._count_damage()
+                if not (any(got) or time_left()):
+                    raise TierUnavailable("nothing has come in time")
                 return got
         return [False] * len(blocks)
 
@@ -382,9 +394,15 @@ class Guarded(StoreWrapper):
         return late if store is None else store
 
     def end(
-        self, breaker: Breaker, call: Call | None, store: TierStore, error: BaseException | None
+        self,
+        breaker: Breaker,
+        call: Call | None,
+        store: TierStore,
+        error: BaseException | None,
+        is_given_up: bool,
     ) -> bool:
-        """Report to the breaker how a call of this store ended; return whether `error` ends here.
+        """Report to the breaker how a call of this store ended, `is_given_up`: after its caller had
+        given it up; return whether `error` ends here.
         Here, and only here, any exception of a store is caught: none may reach the engine."""
         if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
             if error is not None:
@@ -399,7 +417,8 @@ class Guarded(StoreWrapper):
         if is_main and not isinstance(error, Exception):
             breaker.leave(call)
             return False
-        self.failures.count(type(error).__name__)
+        if not is_given_up:  # that is a late load, and counted as one
+            self.failures.count(type(error).__name__)
         if self._late is not None and isinstance(error, TierNotOpen):
             breaker.leave(call)
             with self._counting:
@@ -408,7 +427,8 @@ class Guarded(StoreWrapper):
             return True
         # A call in flight while the store was closed may end anyhow; the engine is ending as well.
         is_news = not self._closed or call is self._closing
-        if call is not None and breaker.failed(call) and is_news:
+        opens = breaker.given_up if is_given_up else breaker.failed
+        if call is not None and opens(call) and is_news:
             self._log_down(breaker, describe_error(error), _trace_of(error))
         return True
 
@@ -446,23 +466,31 @@ class Guarded(StoreWrapper):
 class _Attempt:
     """One call of the store, as a context: yields whether it is allowed, and hands its end, raised
     or not, to `Guarded.end`. A body that raised is left without a result: answer as for a miss.
-    Adds no frame between the guard and the store."""
+    The store sees how long it may take. Adds no frame between the guard and the store."""
 
-    __slots__ = ("_breaker", "_call", "_guarded", "_store", "error")
+    __slots__ = ("_breaker", "_call", "_guarded", "_store", "_waiting", "error")
 
     def __init__(self, guarded: Guarded, breaker: Breaker, call: Call | None) -> None:
         self._guarded = guarded
         self._breaker = breaker
         self._call = call
         self._store = guarded.now()
+        self._waiting = None if call is None else Waiting(partial(breaker.left, call))
         self.error: BaseException | None = None
 
     def __enter__(self) -> bool:
-        return self._call is not None
+        if self._waiting is None:
+            return False
+        self._waiting.__enter__()
+        return True
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         self.error = error
-        return self._guarded.end(self._breaker, self._call, self._store, error)
+        is_given_up = False
+        if self._waiting is not None:
+            self._waiting.__exit__()
+            is_given_up = error is not None and self._waiting.is_over_around
+        return self._guarded.end(self._breaker, self._call, self._store, error, is_given_up)
 
 
 def _count(verb: str, found: object) -> int:

@@ -21,7 +21,7 @@ from tiers.contract.messages import LoadItem, LoadJob
 from tiers.contract.weight_reports import Weights
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory, slot_stride
-from tiers.store import Block
+from tiers.store import Block, time_left
 from tiers.wrappers.guard import HEALTHY, Guarded
 
 PAYLOAD = 4096
@@ -162,12 +162,19 @@ def test_nothing_behind_a_wave_that_lacks_a_block_is_copied(
 def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
     loading: Loading, host: Host, store: Store
 ) -> None:
-    first, second = store.gates[b"000"], store.gates[b"002"] = threading.Event(), threading.Event()
-    loading.begin([job(0, *keys(0, 4))], ENDED)
-    wait_for(lambda: keys(0, 2) in store.reads)
-    loading.halt()
-    first.set()
-    wait_for(lambda: keys(2, 2) in store.reads)
+    halted, second = threading.Event(), threading.Event()
+    store.gates = {b"002": second}
+
+    class Halts:
+        """A fence at which the load is ended, once its second wave is being read."""
+
+        def wait(self) -> None:
+            wait_for(lambda: keys(2, 2) in store.reads)
+            loading.halt()
+            halted.set()
+
+    loading.begin([job(0, *keys(0, 4))], Halts())
+    assert halted.wait(WAIT_S)
     others = [job(1 + n, *keys(100 + 10 * n, 5)) for n in range(4)]
     loading.begin(others, ENDED)
     wait_for(lambda: loading._loads[-1][1].done())
@@ -175,6 +182,53 @@ def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
     results = {load.job.job_id: load.result for load in ended(loading, 5)}
     assert {number for number, result in results.items() if result.failed} == {0}
     assert all(host.paged[item.target] == item.target for one in others for item in one.items)
+
+
+@pytest.mark.fault
+def test_what_came_before_the_end_of_a_load_is_used_and_the_rest_is_no_miss(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    def comes_late(_: int) -> None:
+        assert 0 < time_left() < 3
+        host.seconds += 2.99
+        store.lacks = {b"001"}  # as far as it had time to say
+        assert time_left() == 0
+
+    store.before_read = comes_late
+    loading.begin([job(0, *keys(0, 6), seconds=3)], ENDED)
+    (load,) = ended(loading, 1)
+    assert host.paged == {0: 0}
+    assert load.result.failed == {1, 2, 3, 4, 5}
+    assert load.result.late and not load.result.lost
+    assert store.reads == [keys(0, 2)]
+
+
+def test_a_store_sees_that_its_load_has_ended(loading: Loading, host: Host, store: Store) -> None:
+    left: list[float] = []
+
+    def is_ended(_: int) -> None:
+        left.append(time_left())
+        loading.halt()
+        left.append(time_left())
+
+    store.before_read = is_ended
+    loading.begin([job(0, *keys(0, 4))], ENDED)
+    ended(loading, 1)
+    assert left == [math.inf, 0]
+    assert not host.paged
+
+
+def test_nothing_is_read_without_time(loading: Loading, host: Host, store: Store) -> None:
+    store.gates = {b"100": threading.Event(), b"110": threading.Event()}
+    loading.begin([job(1, b"100"), job(2, b"110")], ENDED)
+    wait_for(lambda: [b"100"] in store.reads and [b"110"] in store.reads)
+    loading.begin([job(3, *keys(0, 2), seconds=3)], ENDED)
+    host.seconds += 2.99
+    for gate in store.gates.values():
+        gate.set()
+    results = {load.job.job_id: load.result for load in ended(loading, 3)}
+    assert results[3].late and results[3].failed == {0, 1} and not results[3].lost
+    assert keys(0, 2) not in store.reads
 
 
 def test_a_load_that_can_not_end_in_time_gives_way_to_one_that_waits(

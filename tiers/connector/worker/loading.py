@@ -22,7 +22,7 @@ from tiers.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.loading.load_cost import LatencyModel
-from tiers.store import GatheredBlock, Prefix
+from tiers.store import GatheredBlock, Prefix, Waiting
 from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ HOPE = 0.5
 that is dropped since it has less could not have ended in time."""
 FADE = 0.8
 """Factor by which a load that is dropped makes that part smaller, until one has run."""
+LANDING = 0.02
+"""Seconds before the end of a load, or a tenth of it, at which its store is to have answered: what
+has come is still copied."""
+EARLY = 0.001
+"""Seconds that a store's clock may be ahead of ours."""
 Numbered = list[tuple[int, LoadItem]]
 """Items of a load, each with its number among them."""
 
@@ -84,11 +89,13 @@ class Laps:
 
 
 class Load:
-    """A load in flight. Nothing is copied after `end`."""
+    """A load in flight, by the clock `now`. Nothing is copied after `end`."""
 
-    def __init__(self, job: LoadJob, now: float) -> None:
+    def __init__(self, job: LoadJob, now: Callable[[], float]) -> None:
         self.job = job
-        self.until = now + job.seconds
+        self._now = now
+        self.until = now() + job.seconds
+        self._answer_by = self.until - min(LANDING, job.seconds / 10)
         self.began: float | None = None
         """When its turn came; None: it has not."""
         self.seconds: float | None = None
@@ -97,6 +104,8 @@ class Load:
         """Whether nothing of it was read, since it could not have ended in time."""
         self.outdated = False
         """Whether nothing of it was read, since the weights have changed."""
+        self.cut_short = False
+        """Whether a store may have had more of it, and no time to say so."""
         self.damaged = 0
         self.laps = Laps()
         self.prefixes: Sequence[Prefix | None] = ()
@@ -108,6 +117,10 @@ class Load:
         # Held while copies into the engine's memory begin. The engine may reuse a load's blocks
         # after `end`, which without it could come between the check of `_is_over` and the copy.
         self._lock = threading.Lock()
+
+    def time_left(self) -> float:
+        """Seconds in which a store may answer; none once the load has ended."""
+        return 0.0 if self._is_over else self._answer_by - self._now()
 
     def record_missing(self, wave: Numbered, held: Sequence[bool]) -> None:
         """Record the items of a wave that the tier does not have."""
@@ -207,7 +220,7 @@ class Loading:
     def begin(self, jobs: Sequence[LoadJob], fence: Fence) -> None:
         """Begin loads; they copy once the engine's device has come to `fence`."""
         for job in jobs:
-            load = Load(job, self._host.now())
+            load = Load(job, self._host.now)
             verdict = self._host.watch.loads(job.generation)
             self._loads.append((load, self._threads.submit(self._run, load, fence, verdict)))
 
@@ -313,7 +326,8 @@ class Loading:
         began = time.perf_counter()
         in_time = self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until)
         waited = time.perf_counter() - began
-        if not in_time:
+        if not in_time or load.time_left() <= 0:
+            load.cut_short = True
             return _WaveRead(None, waited)
         space = space_of(self._namespace, load.job.generation)
         blocks = [
@@ -321,9 +335,11 @@ class Loading:
             for row, (number, item) in enumerate(wave)
         ]
         was_up = store.health.reads
-        held = store.get(blocks)
-        # A tier that failed or was not asked may have them still.
-        if was_up and store.health.reads:
+        with Waiting(load.time_left):
+            held = store.get(blocks)
+        load.cut_short |= not all(held) and load.time_left() < EARLY
+        # A tier that failed, was not asked or had no time may have them still.
+        if was_up and store.health.reads and not load.cut_short:
             load.record_missing(wave, held)
         return _WaveRead(held, waited)
 
@@ -375,7 +391,7 @@ class Loading:
 
     def _end(self, load: Load, future: Future[None]) -> EndedLoad:
         is_done = future.done()
-        in_time = is_done and not load.dropped
+        in_time = is_done and not load.dropped and not load.cut_short
         if not is_done:
             future.cancel()
         elif (error := future.exception()) is not None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -29,7 +30,7 @@ from tiers.remote.packs.pack import (
 )
 from tiers.remote.packs.search import Found, Span
 from tiers.remote.stream import Deadline
-from tiers.store import Block, PutCounts
+from tiers.store import Block, PutCounts, time_left
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +144,12 @@ class PackStore:
         pieces = [piece for group in groups for piece in self._guess(group)]
         gone = self._load(pieces, blocks, hits, deadline)
         left = [group for group in groups if group.left(hits) and not group.is_alone(gone)]
-        if left:
-            probes = [search.cover(group.keys, group.left(hits)) for group in left]
-            spans = self._together(probes, deadline)
-            pieces = [
-                piece
-                for group, some in zip(left, spans, strict=True)
-                for piece in _pieces(group, some, hits)
-            ]
-            self._load(pieces, blocks, hits, deadline, are_there=True)
+        try:
+            self._load_by_index(left, blocks, hits, deadline)
+        except (TierError, OSError) as error:
+            if not any(hits):
+                raise
+            logger.debug("%d of %d blocks came: %s", sum(hits), len(hits), error)
         return hits
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -262,6 +260,8 @@ class PackStore:
         count = self._bucket.read(name, 0, [memoryview(data)])
         if count is None:
             return None
+        if count < INDEX_BYTES and not time_left():
+            raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
         try:
             index = parse_index(memoryview(data)[:count])
             if not index.matches([key]):
@@ -306,7 +306,9 @@ class PackStore:
         spoilt: set[bytes] = set()
         for piece, good in zip(pieces, read, strict=True):
             _mark(hits, good or [])
-            if are_there and good is not None and len(good) < len(piece.places):
+            if good is None or deadline.is_over:  # then what has not come may still be right
+                continue
+            if are_there and len(good) < len(piece.places):
                 spoilt.add(piece.key)
                 self._damaged.count("record", len(piece.places) - len(good))
         if error is not None and not any(hits):
@@ -316,6 +318,23 @@ class PackStore:
             self._bucket.delete([name_of(key) for key in spoilt])
         answered = zip(pieces, read, strict=True)
         return {piece.key for piece, good in answered if good is None and error is None}
+
+    def _load_by_index(
+        self,
+        groups: Sequence[_Group],
+        blocks: Sequence[Block],
+        hits: list[bool],
+        deadline: Deadline,
+    ) -> None:
+        """Read what has not come of these groups from where the packs' indexes say that it is."""
+        probes = [search.cover(group.keys, group.left(hits)) for group in groups]
+        spans = self._together(probes, deadline)
+        pieces = [
+            piece
+            for group, some in zip(groups, spans, strict=True)
+            for piece in _pieces(group, some, hits)
+        ]
+        self._load(pieces, blocks, hits, deadline, are_there=True)
 
     def _read_piece(self, piece: _Piece, blocks: Sequence[Block]) -> list[list[int]] | None:
         """Read records into their blocks' payloads; the places of those that verify. None: there is
@@ -351,7 +370,8 @@ class PackStore:
                 raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
             return call(one)
 
-        futures = [self._threads.submit(in_time, one) for one in some[1:]]
+        # In this call's context: they see how long its caller waits.
+        futures = [self._threads.submit(copy_context().run, in_time, one) for one in some[1:]]
         if some:  # one on this thread, which would only wait
             futures.insert(0, Future())
             settle(futures[0], partial(in_time, some[0]))
