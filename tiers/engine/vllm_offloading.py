@@ -50,9 +50,11 @@ if TYPE_CHECKING:
 
 UNHOSTED_OF_CHAIN = (
     *("tenants", "record", "ghosts", "explain", "events", "max_wait", "max_retained"),
-    *("report_cached_tokens", "warm"),
+    *("report_cached_tokens", "warm", "control"),
 )
 """Settings of a chain that vLLM's connector leaves nobody to obey."""
+AS_HOSTED = {"load_policy": "stitched", "load_when": "always", "promote": True}
+"""What vLLM's connector does, whatever a chain says."""
 STAGING_ROWS = 1024
 """Blocks for which a chain without a cpu tier and `staging` has host memory, at least: a prompt is
 loaded through half of them."""
@@ -75,6 +77,12 @@ def vllm_settings(chain: ChainSpec, row_bytes: int) -> dict[str, Any]:
             f"the chain has {', '.join(unheard)}, which vLLM's OffloadingConnector does not obey; "
             "leave that out, or use KVTiersConnector"
         )
+    for key, only in AS_HOSTED.items():
+        if key in chain.model_fields_set and getattr(chain, key) != only:
+            raise ValueError(
+                f"the chain sets {key}, and with vLLM's OffloadingConnector it is "
+                f"{str(only).lower()}: write that, leave it out, or use KVTiersConnector"
+            )
     if chain.on_reset != "forget":
         raise ValueError(
             "the chain has on_reset: keep, but a reset ends the transfers of vLLM's "

@@ -205,6 +205,10 @@ NOWHERE = {"type": "disk", "capacity": "64MiB", "path": "/nowhere"}
         ({"max_wait": "1s"}, "the chain has max_wait, which vLLM's"),
         ({"warm": {}, "tiers": [CPU, NOWHERE]}, "the chain has warm, which vLLM's"),
         ({"report_cached_tokens": False}, "the chain has report_cached_tokens, which vLLM's"),
+        ({"control": {"name": "one"}}, "the chain has control, which vLLM's"),
+        ({"load_policy": "longest"}, "sets load_policy, .* it is stitched"),
+        ({"load_when": "sooner"}, "sets load_when, .* it is always"),
+        ({"promote": False}, "sets promote, .* it is true"),
         ({"on_reset": "keep"}, "on_reset: keep"),
         ({"store": "computed"}, "store: computed"),
         ({"tiers": [{**CPU, "store_threshold": 2}]}, "'cpu' has store_threshold"),
@@ -213,7 +217,18 @@ NOWHERE = {"type": "disk", "capacity": "64MiB", "path": "/nowhere"}
 def test_what_vllm_does_not_obey_is_refused(chain: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         settings_of(CPU, **chain)
-    assert settings_of(CPU, record=None, tenants={})
+    assert settings_of(CPU, record=None, tenants={}, promote=True, control=None)
+
+
+def test_a_package_that_says_what_is_stored_is_refused() -> None:
+    """vLLM stores all blocks."""
+    from tiers.engine.vllm_secondary_tier import refuse_settings
+    from tiers.remote.spec import RedisSpec
+
+    spec = RedisSpec.model_validate({"url": "redis://127.0.0.1:1"})
+    refuse_settings(spec)
+    with pytest.raises(ValueError, match="'redis' has admission, which vLLM's"):
+        refuse_settings(spec.model_copy(update={"admission": "seldom"}))
 
 
 def test_a_key_of_vllms_that_the_chain_decides_is_refused() -> None:
