@@ -120,7 +120,7 @@ def test_what_is_read_only_and_on_pages_is_written_without_a_copy(
         whole[shift : shift + PAGE] as part,
         part.toreadonly() as payload,
     ):
-        slab.write(0, b"header", payload)
+        slab.write(0, [b"header"], [payload])
     slab.close()
     assert written == ([2 * PAGE] if shift else [PAGE, PAGE])
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -226,10 +226,10 @@ def reads_fail(monkeypatch: pytest.MonkeyPatch, slots: set[int], error: int) -> 
     """Let the device refuse to read these slots."""
     original = Slab.read
 
-    def read(self: Slab, number: int, payload: memoryview) -> tuple[bytes, bytes]:
-        if number in slots:
+    def read(self: Slab, number: int, payloads: Sequence[memoryview]) -> list[tuple[bytes, bytes]]:
+        if slots & {*range(number, number + len(payloads))}:
             raise OSError(error, os.strerror(error))
-        return original(self, number, payload)
+        return original(self, number, payloads)
 
     monkeypatch.setattr(Slab, "read", read)
 

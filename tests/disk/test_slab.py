@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,10 +36,10 @@ def test_a_block_that_is_stored_anew_while_it_is_read_is_not_damaged(tmp_path: P
         put(store, keys(0))
         read = slab_files.Slab.read
 
-        def overtaken(slab: slab_files.Slab, number: int, payload: memoryview) -> object:
+        def overtaken(slab: slab_files.Slab, *args: Any) -> object:
             patched.undo()
             put(store, keys(1))
-            found = read(slab, number, payload)
+            found = read(slab, *args)
             put(store, keys(0))
             return found
 

@@ -168,8 +168,8 @@ MUTANTS = (
     STORE.but(
         "truth",
         "writes that fail are held",
-        "    except OSError as error:\n        return error\n    return Entry(",
-        "    except OSError:\n        pass\n    return Entry(",
+        "    except OSError as error:\n        return [error] if len(run) == 1 else _one_by_one(_write",
+        "    except OSError:\n        return entries if len(run) == 1 else _one_by_one(_write",
     ),
     STORE.but(
         "truth",

@@ -6,19 +6,22 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from spec.fields import format_size
 from spec.offloading import StoreContext
-from tiers.block import expect, pack_header, parse_header, verify
+from tiers.block import digest, expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.index.edit import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.index.index import UNREADABLE
-from tiers.disk.slab import DEFAULT_ACCESS, Access, slot_bytes
+from tiers.disk.slab import DEFAULT_ACCESS, PAGE, Access, run_slots, slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, RecentBlocks, Usage
 
@@ -31,11 +34,22 @@ _CLEAR_BATCH = 256
 
 
 class _SlotRead(NamedTuple):
-    """A block to fill: its position in the batch, and its entry in the index."""
+    """A block to fill: its slot, its entry in the index, and its position in the batch."""
 
-    place: int
+    slot: Slot
     block: Block
     entry: Entry
+    place: int
+
+
+class _SlotWrite(NamedTuple):
+    """A block to store, and where."""
+
+    slot: Slot
+    block: Block
+
+
+Job = TypeVar("Job", _SlotRead, _SlotWrite)
 
 
 class DiskStore(Capable):
@@ -171,10 +185,11 @@ class DiskStore(Capable):
 
     def _store(self, folder: OpenFolder, batch: dict[bytes, Block]) -> set[bytes]:
         sizes = {key: slot_bytes(len(block.payload)) for key, block in batch.items()}
-        slots = folder.reserve(sizes)
+        reserved = folder.reserve(sizes)
+        slots = dict(sorted(reserved.items(), key=itemgetter(1)))
         outcomes: list[Entry | OSError] = []
         try:
-            jobs = [(batch[key], slot) for key, slot in slots.items()]
+            jobs = [_SlotWrite(slot, batch[key]) for key, slot in slots.items()]
             outcomes = self._write_all(folder, jobs)
         finally:
             # Whatever happens, each reserved slot becomes a block or is freed.
@@ -188,13 +203,12 @@ class DiskStore(Capable):
             raise failed[0] if failed else TierFull(f"{folder.path}: no slot could be freed")
         return held
 
-    def _write_all(
-        self, folder: OpenFolder, jobs: Sequence[tuple[Block, Slot]]
-    ) -> list[Entry | OSError]:
-        outcomes = self._spread(lambda job: _write(folder, *job), jobs)
+    def _write_all(self, folder: OpenFolder, jobs: Sequence[_SlotWrite]) -> list[Entry | OSError]:
+        of_runs = self._spread(partial(_write, folder), _runs(jobs))
+        outcomes = [*chain.from_iterable(of_runs)]
         if folder.access.durability == "sync":
             try:
-                folder.slabs.sync({slot.size for _, slot in jobs})
+                folder.slabs.sync({job.slot.size for job in jobs})
             except OSError as error:
                 return [error] * len(jobs)  # nobody knows which reached the device
         return outcomes
@@ -204,11 +218,13 @@ class DiskStore(Capable):
         with self._folder.in_use() as folder:
             entries = folder.index.find([index_key(block.key) for block in blocks])
             jobs = [
-                _SlotRead(place, block, entry)
+                _SlotRead(entry.slot, block, entry, place)
                 for place, (block, entry) in enumerate(zip(blocks, entries, strict=True))
                 if entry is not None and entry.payload_bytes == len(block.payload)
             ]
-            outcomes = self._spread(lambda job: _read(folder, job), jobs)
+            jobs.sort(key=itemgetter(0))
+            of_runs = self._spread(partial(_read, folder), _runs(jobs))
+            outcomes = [*chain.from_iterable(of_runs)]
             self._drop_damaged(folder, jobs, outcomes)
             failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
             if failed and len(failed) == len(outcomes):
@@ -287,25 +303,67 @@ def _key(folder: OpenFolder, name: bytes, entry: Entry) -> bytes:
     return header.key if index_key(header.key) == name else b""
 
 
-def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
-    header = pack_header(block.key, len(block.payload), block.payload, checksum=block.checksum)
+def _runs(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Part jobs, in the order of their slots, into those that one call can do: of slots in a row,
+    whose payloads are whole pages."""
+    runs: list[list[Job]] = []
+    after: Slot | None = None
+    for job in jobs:
+        size, number = job.slot
+        if job.slot == after and len(runs[-1]) < run_slots(size):
+            runs[-1].append(job)
+        else:
+            runs.append([job])
+        after = Slot(size, number + 1) if len(job.block.payload) + PAGE == size else None
+    return runs
+
+
+def _write(folder: OpenFolder, run: Sequence[_SlotWrite]) -> list[Entry | OSError]:
+    """Store blocks in a run of slots; return the entry of each, or the error."""
+    entries: list[Entry | OSError] = []
+    headers, payloads = list[bytes](), list[memoryview]()
+    for slot, block in run:
+        size, checksum = len(block.payload), block.checksum or digest(block.payload)
+        entries.append(Entry(slot, size, checksum))
+        headers.append(pack_header(block.key, size, block.payload, checksum=checksum))
+        payloads.append(block.payload)
+    slot = run[0].slot
     try:
-        folder.slabs[slot.size].write(slot.number, header, block.payload)
+        folder.slabs[slot.size].write(slot.number, headers, payloads)
     except OSError as error:
-        return error
-    return Entry(slot, len(block.payload), parse_header(header).checksum)
+        return [error] if len(run) == 1 else _one_by_one(_write, folder, run)
+    return entries
 
 
-def _read(folder: OpenFolder, job: _SlotRead) -> RecordError | OSError | None:
-    """Fill the block's payload from its slot; return the error, or None."""
-    _, block, entry = job
+def _read(folder: OpenFolder, run: Sequence[_SlotRead]) -> list[RecordError | OSError | None]:
+    """Fill blocks' payloads from a run of slots; return the error of each, or None."""
+    slot = run[0].slot
     try:
-        header, checksum = folder.slabs[entry.slot.size].read(entry.slot.number, block.payload)
+        payloads = [job.block.payload for job in run]
+        found = folder.slabs[slot.size].read(slot.number, payloads)
+    except (RecordError, OSError) as error:
+        return [error] if len(run) == 1 else _one_by_one(_read, folder, run)
+    return [_check(job, *record) for job, record in zip(run, found, strict=True)]
+
+
+def _one_by_one(
+    move: Callable[[OpenFolder, Sequence[Job]], list[Outcome]],
+    folder: OpenFolder,
+    run: Sequence[Job],
+) -> list[Outcome]:
+    """Move the blocks of a run that failed each by itself: one bad place is one block's."""
+    return [outcome for job in run for outcome in move(folder, [job])]
+
+
+def _check(job: _SlotRead, header: bytes, checksum: bytes) -> RecordError | None:
+    """Why what was read is not the block; None: it is."""
+    _, block, entry, _ = job
+    try:
         record = expect(header, block.key, len(block.payload))
         if record.checksum != entry.checksum:
             raise RecordError("the record is another than the index names")
         verify(record, block.payload, checksum)
-    except (RecordError, OSError) as error:
+    except RecordError as error:
         return error
     return None
 

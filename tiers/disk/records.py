@@ -120,7 +120,7 @@ class DiskRecords:
         with scratch.borrow() as memory:
             payload = memory[: entry.payload_bytes]
             try:
-                front, checksum = folder.slabs[size].read(entry.slot.number, payload)
+                ((front, checksum),) = folder.slabs[size].read(entry.slot.number, [payload])
                 header = parse_header(front)
                 if index_key(header.key) != name:
                     raise RecordError("the record belongs to another key")

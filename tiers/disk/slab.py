@@ -19,8 +19,8 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -38,6 +38,14 @@ addresses to work on every device."""
 _PIECE = 512 << 10
 """Bytes that are copied from the page cache before they are checksummed: few enough to be in a
 core's own cache still, where a checksum is four times as fast as from memory."""
+
+RUN = 8 << 20
+"""Bytes of slots in a row that are written or read by one call of the system. After each call a
+thread waits for the interpreter's lock, longer than a small block takes where an engine's thread
+wants it too; and a disk moves 4 MiB in one piece twice as fast as 64 KiB each by four threads."""
+SMALL = (256 << 10) + PAGE
+"""Bytes of a slot that is moved so, at most."""
+_MOST = 64
 
 _NAME = re.compile(r"^slab-([0-9]+)\.dat$")
 _KEEP_SIZE = 0x01
@@ -110,32 +118,56 @@ class Slab:
         self._handle = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         self._size = size
         self._direct = direct
-        # If the payload needs no copy, only the first page of this memory is used.
         self._scratch = Scratch(size)
+        self._heads = Scratch(PAGE * run_slots(size))
 
-    def write(self, number: int, header: bytes, payload: memoryview) -> None:
-        if not self._direct:
-            parts = [memoryview(header), memoryview(_AFTER_HEADER), payload]
-            return self._write(number * self._size, parts)
-        with self._scratch.borrow() as slot:
-            slot[: len(header)] = header
-            whole = _on_pages(payload)
-            if not whole:
-                slot[PAGE : PAGE + len(payload)] = payload
-            self._write(number * self._size, [slot[:PAGE], payload] if whole else [slot])
-
-    def read(self, number: int, payload: memoryview) -> tuple[bytes, bytes]:
-        """Fill the payload from a slot; return the header and the payload's checksum. Raises
-        RecordError if the file is too short."""
+    def write(self, number: int, headers: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+        """Fill slots in a row from these; where they are several, payloads are whole pages."""
         offset = number * self._size
         if not self._direct:
-            return self._read_cached(offset, payload)
+            parts: list[memoryview] = []
+            for header, payload in zip(headers, payloads, strict=True):
+                parts += memoryview(header), memoryview(_AFTER_HEADER), payload
+            self._write(offset, parts)
+        elif all(map(_on_pages, payloads)):
+            with self._heads.borrow() as heads:
+                pages = _pages(heads, len(headers))
+                for page, header in zip(pages, headers, strict=True):
+                    page[: len(header)] = header
+                self._write(offset, [*chain.from_iterable(zip(pages, payloads, strict=True))])
+        else:
+            for place, (header, payload) in enumerate(zip(headers, payloads, strict=True)):
+                with self._scratch.borrow() as slot:
+                    slot[: len(header)] = header
+                    slot[PAGE : PAGE + len(payload)] = payload
+                    self._write(offset + place * self._size, [slot])
+
+    def read(self, number: int, payloads: Sequence[memoryview]) -> list[tuple[bytes, bytes]]:
+        """Fill the payloads from slots in a row; return the header of each and the payload's
+        checksum. Where they are several, they are whole pages. Raises RecordError if the file is
+        too short."""
+        offset = number * self._size
+        if len(payloads) == 1 and not self._direct:
+            return [self._read_cached(offset, payloads[0])]
+        if self._direct and not all(map(_on_pages, payloads)):
+            starts = range(offset, offset + len(payloads) * self._size, self._size)
+            return list(map(self._read_copied, starts, payloads))
+        with self._heads.borrow() as heads:
+            pages = _pages(heads, len(payloads))
+            parts = [*chain.from_iterable(zip(pages, payloads, strict=True))]
+            needed = sum(map(len, parts))
+            if not self._direct:  # or the device would be asked for one piece after the other
+                os.posix_fadvise(self._handle, offset, needed, os.POSIX_FADV_WILLNEED)
+            self._read(offset, parts, needed)
+            return [
+                (bytes(page[:HEADER_BYTES]), digest(payload))
+                for page, payload in zip(pages, payloads, strict=True)
+            ]
+
+    def _read_copied(self, offset: int, payload: memoryview) -> tuple[bytes, bytes]:
         with self._scratch.borrow() as slot:
-            whole = _on_pages(payload)
-            parts = [slot[:PAGE], payload] if whole else [slot]
-            self._read(offset, parts, PAGE + len(payload))
-            if not whole:
-                payload[:] = slot[PAGE : PAGE + len(payload)]
+            self._read(offset, [slot], PAGE + len(payload))
+            payload[:] = slot[PAGE : PAGE + len(payload)]
             return bytes(slot[:HEADER_BYTES]), digest(payload)
 
     def header(self, number: int) -> bytes:
@@ -200,6 +232,15 @@ class Slab:
 
     def close(self) -> None:
         os.close(self._handle)
+
+
+def run_slots(size: int) -> int:
+    """How many slots of this size, in a row, are written or read by one call at most."""
+    return min(_MOST, RUN // size) if size <= SMALL else 1
+
+
+def _pages(memory: memoryview, count: int) -> list[memoryview]:
+    return [memory[start : start + PAGE] for start in range(0, count * PAGE, PAGE)]
 
 
 def _on_pages(payload: memoryview) -> bool:
