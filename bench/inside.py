@@ -277,7 +277,7 @@ class Tiering:
         """Store new batches, one by one."""
         for _ in range(batches):
             for keys in self._keys(self._batches):
-                context = self._begin()
+                context = self._begin(keys)
                 output = self._manager.prepare_store(keys, context)
                 for key, row in zip(keys, output.store_spec.chunk_ids, strict=True):
                     self._rows[row, : len(key)] = np.frombuffer(key, self._rows.dtype)
@@ -289,7 +289,7 @@ class Tiering:
 
     def load(self, batch: int) -> int:
         """Load a batch; return of how many blocks."""
-        waiting = [(self._begin(), keys) for keys in self._keys(batch)]
+        waiting = [(self._begin(keys), keys) for keys in self._keys(batch)]
         loaded = 0
         while waiting:
             for request in waiting[:]:
@@ -310,11 +310,14 @@ class Tiering:
         self._manager.complete_load(keys, context)
         self._manager.on_request_finished(context)
 
-    def _begin(self) -> Any:
+    def _begin(self, keys: Sequence[bytes]) -> Any:
+        """A request, which knows the places of all its blocks, as those of vLLM's connector do."""
         from vllm.v1.kv_offload.base import ReqContext
 
-        context = ReqContext(f"{next(_NUMBERS)}")
+        context: Any = ReqContext(f"{next(_NUMBERS)}")
         self._manager.on_new_request(context)
+        for place, key in enumerate(keys, 1):
+            context.set_offload_key_position(key, place)
         return context
 
     def _step(self) -> None:

@@ -116,8 +116,12 @@ class Engine:
         from vllm.v1.kv_offload.base import ReqContext
 
         if request not in self.contexts:
-            self.contexts[request] = ReqContext(request)
-            self.manager.on_new_request(self.contexts[request])
+            context: Any = ReqContext(request)
+            self.contexts[request] = context
+            self.manager.on_new_request(context)
+            if hasattr(context, "set_offload_key_position"):  # older versions have no places
+                for place, block in enumerate(BLOCKS, 1):
+                    context.set_offload_key_position(key(block), place)
         return self.contexts[request]
 
     def step(self, started: Sequence[str] = ()) -> None:
@@ -230,6 +234,98 @@ def test_what_host_memory_has_evicted_comes_back(
     assert engine.hits("a", BLOCKS[:4]) == BLOCKS[:4]
     again = make(disk(tmp_path))
     assert again.hits("b", [BLOCKS[0], BLOCKS[19], BLOCKS[1]]) == [BLOCKS[0], BLOCKS[1]]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, verb: str) -> list[int]:
+    """How many blocks each call of a disk's verb is about."""
+    from tiers.disk.disk_store import DiskStore
+
+    real, sizes = getattr(DiskStore, verb), list[int]()
+
+    def call(store: DiskStore, some: Sequence[Any]) -> Any:
+        sizes.append(len(some))
+        return real(store, some)
+
+    monkeypatch.setattr(DiskStore, verb, call)
+    return sizes
+
+
+@pytest.mark.parametrize("is_backwards", [False, True])
+@pytest.mark.parametrize(("most", "calls"), [(512, [20]), (8, [8, 8, 4])])
+def test_an_index_is_asked_once_for_many_blocks_of_a_prompt(
+    make: Callable[..., Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_backwards: bool,
+    most: int,
+    calls: list[int],
+) -> None:
+    """vLLM asks for each block, of a layer with windows from the last one on."""
+    from tiers.engine import vllm_secondary_tier
+
+    monkeypatch.setattr(vllm_secondary_tier, "LOOKED_UP", most)
+    first = make(disk(tmp_path), rows=40)
+    held = [*BLOCKS[:5], BLOCKS[7], BLOCKS[19]]
+    first.store(held)
+    first.settle()
+    engine = make(disk(tmp_path), rows=40)
+    engine.step()  # in which it learns that the store has an index
+    peeked = counted(monkeypatch, "peek")
+    asked = BLOCKS[::-1] if is_backwards else BLOCKS
+    answers = [engine.lookup(block, "a") for block in asked]
+    assert answers == ["HIT_PENDING" if block in held else "MISS" for block in asked]
+    assert {*engine.hits("a", asked)} == {*held}
+    if hasattr(context := engine.context("a"), "set_offload_key_position"):
+        assert sorted(peeked) == sorted(calls)
+        context.set_offload_key_position(key(bytes(32)), 21)
+        assert engine.lookup(bytes(32), "a") == "MISS"
+        assert peeked[len(calls) :] == [1], "of the others it is known"
+
+
+def test_an_index_that_is_gone_is_asked_for_in_the_background(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiers.disk.disk_store import DiskStore
+    from tiers.store import LocalIndex
+
+    engine = make(disk(tmp_path), rows=40)
+    engine.store(BLOCKS[:5])
+    engine.settle()
+    engine.manager.primary_tier.reset_cache()
+    real = DiskStore.capability
+    monkeypatch.setattr(
+        DiskStore,
+        "capability",
+        lambda store, kind: None if kind is LocalIndex else real(store, kind),
+    )
+    monkeypatch.setattr(engine.tier._manager, "_found_index", None)
+    asked: list[int] = []
+    manager, coverage = engine.tier._manager, engine.tier._manager.coverage
+
+    def ask(lookup: Any, names: Sequence[bytes], numbers: range) -> Any:
+        asked.append(len(names))
+        return coverage(lookup, names, numbers)
+
+    monkeypatch.setattr(manager, "coverage", ask)
+    assert [engine.lookup(block, "a") for block in BLOCKS] == ["RETRY"] * 20
+    if hasattr(engine.context("a"), "set_offload_key_position"):
+        assert asked == [20]
+    assert engine.hits("a", BLOCKS) == BLOCKS[:5]
+
+
+def test_rows_that_a_store_reads_itself_are_stored_in_whole_batches(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiers.engine import vllm_secondary_tier
+
+    monkeypatch.setattr(vllm_secondary_tier, "PART_BYTES", 4 * ROW)
+    put, got = counted(monkeypatch, "put"), counted(monkeypatch, "get")
+    engine = make(disk(tmp_path), rows=40)
+    engine.store(BLOCKS)
+    engine.settle()
+    engine.manager.primary_tier.reset_cache()
+    assert engine.hits("a", BLOCKS) == BLOCKS
+    assert (put, got) == ([20], [4] * 5)
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3])
