@@ -88,6 +88,7 @@ class PackStore:
         self._payload_bytes = payload_bytes
         self._pack_blocks = blocks_of_pack(payload_bytes)
         self._timeout = timeout
+        self._deleters = max(1, connections // 2)  # look-ups have the others
         self._threads = io_executor(connections, "packs")
         self._known = KnownPacks()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
@@ -155,7 +156,12 @@ class PackStore:
     def drop(self, keys: Sequence[bytes]) -> None:
         firsts = self._known.packs_with(keys) | set(keys)
         self._known.discard(firsts)
-        self._bucket.delete([name_of(key) for key in firsts])
+        names, deadline = [name_of(key) for key in firsts], self._limit(len(firsts))
+        lanes = min(self._deleters, len(names))
+        some = [names[lane::lanes] for lane in range(lanes)]
+        _, error = self._each(lambda each: self._delete(each, deadline), some, deadline)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -358,6 +364,15 @@ class PackStore:
                     blocks[place].payload[:] = block.payload
                 good.append(places)
         return good
+
+    def _delete(self, names: Sequence[str], deadline: Deadline) -> None:
+        for name in names:
+            self._require_time(deadline)
+            self._bucket.delete([name])
+
+    def _require_time(self, deadline: Deadline) -> None:
+        if deadline.is_over:
+            raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
 
     def _each(
         self, call: Callable[[T], R | None], some: Sequence[T], deadline: Deadline

@@ -1,0 +1,50 @@
+"""A store of packs over a bucket that takes its time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support.clock import wait_for
+from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.packs.pack_store import PackStore
+from tiers.testing import Memory, make_key
+
+PAYLOAD = 4096
+CONNECTIONS = 8
+
+
+class Waiting(DirectoryBucket):
+    """Deletes nothing before it may."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.deletes = 0
+        self.may_delete = threading.Event()
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.deletes += 1
+        assert self.may_delete.wait(60)
+        super().delete(names)
+
+
+def test_many_are_dropped_at_once_and_look_ups_go_on(tmp_path: Path) -> None:
+    """One after the other, what a reset leaves would take longer than a tier's deadline."""
+    place = tmp_path / "shared"
+    place.mkdir(0o700)
+    bucket, keys = Waiting(place), [make_key() for _ in range(40)]
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
+    try:
+        assert all(store.put(Memory(keys, PAYLOAD).fill().blocks))
+        with ThreadPoolExecutor(1) as other:
+            dropping = other.submit(store.drop, keys)
+            wait_for(lambda: bucket.deletes == CONNECTIONS // 2)
+            assert all(store.has(keys[:5])), "while others are deleted"
+            bucket.may_delete.set()
+            dropping.result()
+        assert bucket.deletes == len(keys) and not any(store.has(keys))
+    finally:
+        bucket.may_delete.set()
+        store.close()
