@@ -260,3 +260,24 @@ def test_a_cpu_tier_that_is_resized_meanwhile(
         made.run()
         assert 20 <= scheduler_of(made).blocks_held <= slots
         assert ask(made, PROMPTS[-1])["cpu"] + ask(made, PROMPTS[0])["disk"] > 0
+
+
+def test_the_first_store_that_knows_what_was_used_last_is_asked(
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind one that does not, as a server or a shared directory, and one that hides its names."""
+    (shared := tmp_path / "shared").mkdir(0o700)
+    stored(engine, tmp_path / "disk")
+    caplog.set_level(logging.INFO)
+    above = {"type": "shared", "path": str(shared)}
+    hidden = disk(tmp_path / "hidden", **encryption(tmp_path), name="hidden")
+    below = disk(tmp_path / "below", name="below")
+    made = engine(
+        chain_of(cpu(400), above, hidden, disk(tmp_path / "disk"), below, warm={}),
+        prefix_caching=False,
+    )
+    made.run()
+    assert measured(made, "warmed_blocks", "disk") == 100
+    assert ask(made, PROMPTS[0]) == {"cpu": WHOLE, "disk": 0}
+    assert caplog.text.count("can't tell what was used last") == 2
+    assert caplog.text.count("all is loaded") == 1

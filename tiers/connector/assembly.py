@@ -123,11 +123,19 @@ def scheduler_parts(
 
 
 def _warm(chain: ChainSpec, children: Sequence[OffloadingScheduler]) -> None:
-    """Have the first store below the first cpu tier fill that one, where the chain says so."""
-    if chain.warm is not None:
-        hosts = [place for place, tier in enumerate(chain.tiers) if isinstance(tier, HostSpec)]
-        stores = [place for place, tier in enumerate(chain.tiers) if isinstance(tier, StoreSpec)]
-        children[stores[0]].warm(chain.warm, children[hosts[0]])
+    """Have the first store that knows what was used last fill the first cpu tier, where the chain
+    says so."""
+    spec, pairs = chain.warm, [*zip(chain.tiers, children, strict=True)]
+    if spec is None:
+        return
+    target = next(child for tier, child in pairs if isinstance(tier, HostSpec))
+    stores = (child for tier, child in pairs if isinstance(tier, StoreSpec))
+
+    def try_next() -> None:
+        if (store := next(stores, None)) is not None:
+            store.warm(spec, target, try_next)
+
+    try_next()
 
 
 def worker_parts(

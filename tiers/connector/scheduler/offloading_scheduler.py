@@ -84,9 +84,12 @@ class OffloadingScheduler(SchedulerConnector):
         self._evicted_seen = 0
         self._warming: Warming | None = None
 
-    def warm(self, spec: WarmSpec, target: OffloadingScheduler) -> None:
-        """Load into a host tier what was used last of this one, once both are open."""
-        self._warming = Warming(spec, self._tier, target._tier, self._jobs, self._now)
+    def warm(
+        self, spec: WarmSpec, target: OffloadingScheduler, or_else: Callable[[], None]
+    ) -> None:
+        """Load into a host tier what was used last of this one, once both are open; `or_else` where
+        this one does not know it."""
+        self._warming = Warming(spec, self._tier, target._tier, self._jobs, self._now, or_else)
 
     def stop_warming(self) -> None:
         """Load nothing more for no request: the chain has changed."""

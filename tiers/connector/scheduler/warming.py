@@ -40,14 +40,22 @@ class Warming:
     thread alone. It holds a slot until every rank has ended with it, whatever comes between."""
 
     def __init__(
-        self, spec: WarmSpec, source: Tier, target: Tier, jobs: Jobs, now: Callable[[], float]
+        self,
+        spec: WarmSpec,
+        source: Tier,
+        target: Tier,
+        jobs: Jobs,
+        now: Callable[[], float],
+        or_else: Callable[[], None],
     ) -> None:
-        """`jobs`: those of the source. `now`: seconds, never going back."""
+        """`jobs`: those of the source. `now`: seconds, never going back. `or_else` is called once
+        the source turns out not to know what was used last."""
+        self._or_else = or_else
         self._spec, self._source, self._target = spec, source, target
         self._jobs, self._now = jobs, now
         self._tag = source.requests.generation.tag
         self._named: deque[bytes] = deque()
-        self._naming: Future[str] | None = None
+        self._naming: Future[str | None] | None = None
         self._began = now()
         self._in_flight = 0
         self._loaded: list[bytes] = []
@@ -87,8 +95,13 @@ class Warming:
                 self._began = self._now()
                 self._naming = in_background(self._name, "warm")
         elif self._naming.done() and not self._named and not self._in_flight:
-            error = self._naming.exception()
-            self._end(self._naming.result() if error is None else f"its store failed: {error}")
+            if (error := self._naming.exception()) is not None:
+                self._end(f"its store failed: {error}")
+            elif (why := self._naming.result()) is not None:
+                self._end(why)
+            else:
+                self._end("it can't tell what was used last")
+                self._or_else()
         return self._is_over or not self._named
 
     def _most(self) -> int:
@@ -98,14 +111,14 @@ class Warming:
             most = min(most, self._spec.bytes // max(1, self._source.open.block_bytes))
         return most
 
-    def _name(self) -> str:
-        """Have the store name the blocks, on a thread; why there are no more."""
+    def _name(self) -> str | None:
+        """Have the store name the blocks, on a thread; why there are no more. None: it can't."""
         left, before = self._most(), None
         manager = self._source.open.manager
         while left > 0 and not self._is_over:
             found = manager.recent(min(left, NAMED_AT_ONCE), before)
             if found is None:
-                return "the tier below can't tell what was used last"
+                return None
             self._named.extend(found.keys)
             left, before = left - len(found.keys), found.before
             if before is None:
