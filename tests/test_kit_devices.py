@@ -38,3 +38,17 @@ def test_devices_work_again_after_a_hang(tmp_path: Path) -> None:
     assert os.write is real
     (tmp_path / "file").write_text("written")
     go.set()
+
+
+def test_a_hang_ends_nothing_of_another_thread() -> None:
+    go = threading.Event()
+
+    def hang() -> None:
+        go.wait()
+
+    with failing_devices():
+        failing = os.write
+        with pytest.raises(Endless):
+            within(0.2, hang)
+        assert os.write is failing
+    go.set()

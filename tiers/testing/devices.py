@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
@@ -39,18 +40,14 @@ def watched(before: Callable[[str], None]) -> Iterator[ExitStack]:
     with ExitStack() as stack:
         for owner, name in _PLACES:
             stack.enter_context(patch.object(owner, name, _asking(owner, name, before)))
-        _watches.append(stack)
-        stack.callback(_watches.remove, stack)
+        mine = WATCHES.get([])
+        mine.append(stack)
+        stack.callback(mine.remove, stack)
         yield stack
 
 
-_watches: list[ExitStack] = []
-
-
-def restore() -> None:
-    """End all of them, as where the thread that began one hangs."""
-    while _watches:
-        _watches[-1].close()
+WATCHES: ContextVar[list[ExitStack]] = ContextVar("watches")
+"""What ends those that a thread has begun: whoever waits for it does, if it hangs."""
 
 
 def _asking(owner: object, name: str, before: Callable[[str], None]) -> Callable[..., Any]:
