@@ -172,7 +172,7 @@ class TierLookups:
     held: set[bytes] = field(default_factory=set)
     missed: set[bytes] = field(default_factory=set)
     wanted: dict[bytes, None] = field(default_factory=dict)
-    asked: list[bytes] = field(default_factory=list)
+    asked: dict[bytes, None] = field(default_factory=dict)
     promised: dict[bytes, bool] = field(default_factory=dict)
     lookup: Lookup = field(default_factory=Lookup)
     stored: dict[bytes, int] = field(default_factory=dict)
@@ -347,13 +347,14 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def _ask(self, request: TierLookups) -> None:
         if not request.asked:
-            request.asked, request.wanted = list(request.wanted), {}
-        answers = self._manager.coverage(request.lookup, request.asked, range(len(request.asked)))
+            request.asked, request.wanted = request.wanted, {}
+        names = list(request.asked)
+        answers = self._manager.coverage(request.lookup, names, range(len(names)))
         if answers is None:
             return
-        for name, is_held in zip(request.asked, answers, strict=True):
+        for name, is_held in zip(names, answers, strict=True):
             (request.held if is_held else request.missed).add(name)
-        request.asked, request.lookup = [], Lookup()  # the next question is about other keys
+        request.asked, request.lookup = {}, Lookup()  # the next question is about other keys
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         pairs = self._pairs(job_metadata)

@@ -282,6 +282,35 @@ def test_an_index_is_asked_once_for_many_blocks_of_a_prompt(
         assert peeked[len(calls) :] == [1], "of the others it is known"
 
 
+class Compared(bytes):
+    """A name that counts what it is compared with."""
+
+    times = 0
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return bytes(self) == other
+
+
+def test_a_long_prompt_that_is_looked_up_costs_a_step_what_it_is_long(
+    make: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that squared: vLLM asks for each block again in each step, until all are known."""
+    engine, prompt = make(GATED), [number.to_bytes(32) for number in range(300)]
+    may_answer = threading.Event()
+    monkeypatch.setattr(gate, "has", lambda keys: [False] * len(keys) * may_answer.wait(60))
+    monkeypatch.setattr(engine.tier._generation, "key", Compared)
+    try:
+        for _ in range(2):
+            Compared.times = 0
+            assert {engine.lookup(block, "a") for block in prompt} == {"RETRY"}
+            engine.step()
+        assert Compared.times < 10 * len(prompt)
+    finally:
+        may_answer.set()
+
+
 def test_an_index_that_is_gone_is_asked_for_in_the_background(
     make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
