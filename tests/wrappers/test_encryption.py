@@ -21,10 +21,11 @@ from tests.support.servers import RedisServer, binaries
 from tiers.block import HEADER_BYTES, MAX_KEY_BYTES, NAMESPACE_BYTES, parse_header
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
-from tiers.errors import RecordError, TierUnusable
+from tiers.errors import RecordError, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Damages, TierStore, capability
-from tiers.wrappers import encryption
+from tiers.testing import Memory, MemoryStore
+from tiers.wrappers import encryption, integrity
 from tiers.wrappers.encryption import SCALAR_MAX_KEYS, BlockCipher, HiddenNames, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
@@ -301,6 +302,34 @@ def test_keys_rotate_without_a_miss_and_a_removed_one_opens_nothing(victim: Vict
     assert victim.serves(KEY, later) is None
     assert victim.serves(OTHER, later) == SECRET[:SIZE]
     later.close()
+
+
+class Midway(MemoryStore):
+    """Has time for three blocks."""
+
+    asked = 0
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        if self.asked:
+            raise TierUnavailable("no answer in time")
+        self.asked = 1
+        return super().get(blocks[:3]) + [False] * len(blocks[3:])
+
+
+@pytest.mark.parametrize("at_once", [3, 8])
+def test_what_came_in_time_is_loaded_while_keys_rotate(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what came before there was no time for the rest of many blocks."""
+    monkeypatch.setattr(integrity, "SCRATCH_BYTES", at_once * encrypted_bytes(100))
+    keys = [secrets.token_bytes(40) for _ in range(8)]
+    store = encryption.EncryptedStore(Midway(), [bytes(32), bytes([1] * 32)], 100)
+    store.put(Memory(keys, 100).fill().blocks)
+    memory = Memory(keys, 100)
+    assert store.get(memory.blocks) == [True] * 3 + [False] * 5
+    assert all(map(memory.holds, range(3)))
+    with pytest.raises(TierUnavailable):
+        store.get(memory.blocks)
 
 
 @pytest.mark.parametrize("keys", [[], ["abc"], [MINE, MINE], ["0" * 63 + "g"]])

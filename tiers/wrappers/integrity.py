@@ -84,7 +84,12 @@ class StagedStore(StoreWrapper, ABC):
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         got: list[bool] = []
         for part, forms in self._parts(blocks):
-            got += self._load(part, forms)
+            try:
+                got += self._load(part, forms)
+            except TierError:
+                if not any(got):
+                    raise
+                return got + [False] * (len(blocks) - len(got))
         return got
 
     def _parts(self, blocks: Sequence[Block]) -> Iterator[tuple[Sequence[Block], list[memoryview]]]:
