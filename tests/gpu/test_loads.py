@@ -10,9 +10,10 @@ import torch
 
 from spec.chain import ChainSpec
 from tests.gpu.copies import Copies, Loads, expected
-from tests.gpu.cuda_model import Mark, Model
+from tests.gpu.cuda_model import Mark, Model, Stream
 from tests.gpu.streamed_engine import RUNNERS, STREAMS, StreamedCopier, StreamedEngine
 from tests.support.replay_chains import SLOT
+from tiers.contract.weight_reports import Look, Weights
 from tiers.cpu.spec import CpuSpec
 from tiers.host import slot_memory
 from tiers.testing import GivenSpec, MemoryStore
@@ -48,6 +49,26 @@ def test_a_load_that_waits_for_the_engine_holds_up_no_other_and_no_end(loads: Lo
     assert computed and not kv[0:2].any()
 
 
+class Queued(Weights):
+    """Weights that are looked at behind all that the engine has queued, as a device's are."""
+
+    def __init__(self, compute: Stream) -> None:
+        self._compute = compute
+
+    def look(self, part: int) -> Look:
+        mark = Mark(self._compute)
+
+        class Reading(Look):
+            def ready(self) -> bool:
+                return mark.reached
+
+            def seen(self) -> bytes:
+                mark.reach()
+                return b""
+
+        return Reading()
+
+
 @pytest.mark.parametrize("runner", ["V1 and V2", "loads first"])
 def test_a_load_does_not_wait_for_a_forward_that_does_not_touch_its_blocks(
     runner: str, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +76,9 @@ def test_a_load_does_not_wait_for_a_forward_that_does_not_touch_its_blocks(
     """It is begun in a step whose forward is that of other requests, and is done before."""
     memory = CpuSpec(type="cpu", capacity=64 * SLOT)
     chain = ChainSpec(version=1, load_when="always", staging=24 * SLOT, tiers=(memory,))
-    engine = StreamedEngine(chain, Model(STREAMS), RUNNERS[runner], monkeypatch, num_blocks=40)
+    model = Model(STREAMS)
+    engine = StreamedEngine(chain, model, RUNNERS[runner], monkeypatch, num_blocks=40)
+    engine.host.watch._weights = Queued(model.compute)
     engine.add(range(40), 1)
     engine.run()
     engine.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -40,6 +41,11 @@ class Host:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.paged: dict[int, int] = {}
+        self.memory = SlotMemory(200, PAYLOAD, pin=False)
+        for slot in range(200):
+            self.memory.rows[slot, 0] = slot
+        self.lacks: set[int] = set()
+        self.copies: list[list[int]] = []
         self.before_copy: Callable[[], object] = int
         self.watch = WeightWatch(Weights(), 1)
 
@@ -50,10 +56,14 @@ class Host:
     def now(self) -> float:
         return self.seconds
 
+    def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        return [slot not in self.lacks for slot in slots]
+
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: Fence
     ) -> Copy:
         self.before_copy()
+        self.copies.append([*blocks])
         self.paged.update({block: int(rows[s, 0]) for s, block in zip(slots, blocks, strict=True)})
         return ENDED
 
@@ -289,6 +299,87 @@ def learn(
     for number in range(8):
         loading.begin([job(100 + number, *keys(1, 1 + number % 2))], ENDED)
         ended(loading, 1)
+
+
+def resident(number: int, first: int, count: int, generation: bytes = b"") -> LoadJob:
+    """A job whose blocks are in the slots of their numbers."""
+    items = [LoadItem(key, int(key), int(key)) for key in keys(first, count)]
+    return LoadJob(number, f"{number}", items, math.inf, generation=generation)
+
+
+def test_small_loads_of_a_step_are_copied_together(loading: Loading, host: Host) -> None:
+    """One by one each would cost its waits for the device, and the engine a step."""
+    host.lacks = {21}
+    jobs = [resident(0, 10, 2), resident(1, 20, 3), resident(2, 30, 1)]
+    loading.begin(jobs, ENDED)
+    results = {load.job.job_id: load.result for load in ended(loading, 3)}
+    assert host.copies == [[10, 11, 20, 22, 30]]
+    assert {number: result.failed for number, result in results.items()} == {
+        0: set(),
+        1: {1},
+        2: set(),
+    }
+    assert results[1].lost == {1}
+    assert host.paged == {n: n for n in (10, 11, 20, 22, 30)}
+
+
+def test_what_is_copied_together_fits_one_wave_and_one_generation(
+    loading: Loading, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_module, "WAVE_BYTES", 4 * slot_stride(PAYLOAD))
+    monkeypatch.setattr(loading_module, "LOADERS", 1)
+    jobs = [resident(0, 10, 3), resident(1, 20, 2), resident(2, 30, 2), resident(3, 40, 9)]
+    others = [job(4, *keys(60, 1)), resident(5, 70, 1), resident(6, 80, 1, b"of other weights")]
+    loading.begin([*jobs, *others], ENDED)
+    results = ended(loading, 7)
+    assert not any(load.result.failed for load in results)
+    assert sorted(host.copies) == [
+        [10, 11, 12],
+        [20, 21, 30, 31],
+        [40, 41, 42, 43],
+        [44, 45, 46, 47],
+        [48],
+        [60],
+        [70],
+        [80],
+    ]
+
+
+def test_a_load_that_is_given_up_leaves_those_beside_it(loading: Loading, host: Host) -> None:
+    """Its blocks may be another's by then, whether it waits or has begun."""
+    stop, begun = threading.Event(), threading.Event()
+
+    class Held:
+        def wait(self) -> None:
+            begun.set()
+            assert stop.wait(WAIT_S)
+
+    short = replace(resident(1, 20, 3), seconds=1.0)
+    loading.begin([resident(0, 10, 2), short, resident(2, 30, 1)], cast(Fence, Held()))
+    assert begun.wait(WAIT_S)
+    host.seconds = 2.0
+    (late,) = loading.ended(idle=False)
+    assert late.job == short and late.result.failed == {0, 1, 2}
+    stop.set()
+    assert not any(load.result.failed for load in ended(loading, 2))
+    assert host.copies == [[10, 11, 30]]
+
+
+def test_a_load_whose_time_is_over_before_its_turn_leaves_those_beside_it(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    store.gates = {key: threading.Event() for key in (b"100", b"110")}
+    loading.begin([job(8, b"100"), job(9, b"110")], ENDED)
+    wait_for(lambda: len(store.reads) == 2)
+    short = replace(resident(1, 20, 3), seconds=1.0)
+    loading.begin([resident(0, 10, 2), short], ENDED)
+    host.seconds = 2.0
+    (late,) = loading.ended(idle=False)
+    assert late.job == short and late.result.failed == {0, 1, 2}
+    for gate in store.gates.values():
+        gate.set()
+    assert not any(load.result.failed for load in ended(loading, 3))
+    assert [10, 11] in host.copies and 20 not in host.paged
 
 
 def test_memory_that_is_had_before_it_is_short_is_given_back(

@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import compress
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
@@ -67,6 +68,16 @@ class _WaveRead(NamedTuple):
     waited: float
 
 
+class Piece(NamedTuple):
+    """A block of a load to copy: its item's `number`, the `row` of host memory that it lies in, and
+    the paged block that it is for."""
+
+    load: Load
+    number: int
+    row: int
+    target: int
+
+
 class Laps:
     """What a load spends its time on, from one lap to the next. Used by the load's thread."""
 
@@ -113,27 +124,39 @@ class Load:
         self._lost: set[int] = set()
         self._arrived: set[int] = set()
         self._in_flight: deque[tuple[Sequence[int], Copy]] = deque()
-        self._is_over = False
+        self.is_over = False
+        """Whether no copy of it begins any more."""
         # Held while copies into the engine's memory begin. The engine may reuse a load's blocks
-        # after `end`, which without it could come between the check of `_is_over` and the copy.
+        # after `end`, which without it could come between the check of `is_over` and the copy.
         self._lock = threading.Lock()
 
     def time_left(self) -> float:
         """Seconds in which a store may answer; none once the load has ended."""
-        return 0.0 if self._is_over else self._answer_by - self._now()
+        return 0.0 if self.is_over else self._answer_by - self._now()
 
-    def record_missing(self, wave: Numbered, held: Sequence[bool]) -> None:
-        """Record the items of a wave that the tier does not have."""
-        with self._lock:
-            self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
+    def shares(self, other: Load) -> bool:
+        """Whether both are of one generation."""
+        return self.job.generation == other.job.generation
 
-    def copy_in(self, indexes: Sequence[int], begin: Callable[[], Copy]) -> bool:
-        """Begin to copy these items, unless the load is over; return whether it was not."""
+    def record_missing(self, numbers: Iterable[int]) -> None:
+        """Record the items, by number, that the tier does not have."""
         with self._lock:
-            if self._is_over:
-                return False
-            self._in_flight.append((indexes, begin()))
-            return True
+            self._lost.update(numbers)
+
+    @staticmethod
+    def copy_in(pieces: Sequence[Piece], begin: Callable[[Sequence[Piece]], Copy]) -> None:
+        """Begin one copy of these, but for those of loads that are over."""
+        by_load: dict[Load, list[int]] = {}
+        for piece in pieces:
+            by_load.setdefault(piece.load, []).append(piece.number)
+        with ExitStack() as locks:
+            for load in by_load:
+                locks.enter_context(load._lock)
+            going = [piece for piece in pieces if not piece.load.is_over]
+            if going:
+                copy = begin(going)
+                for load in dict.fromkeys(piece.load for piece in going):
+                    load._in_flight.append((by_load[load], copy))
 
     @property
     def last_copy(self) -> Copy:
@@ -157,7 +180,7 @@ class Load:
         """End the load; return the items that did not arrive, and those of them that the tier does
         not have. Waits for the copies in flight at most."""
         with self._lock:
-            self._is_over = True
+            self.is_over = True
             in_flight = [*self._in_flight]
         for indexes, copy in in_flight:
             with suppress(RuntimeError):  # a device that failed copies no more
@@ -218,38 +241,68 @@ class Loading:
         self._store = store
 
     def begin(self, jobs: Sequence[LoadJob], fence: Fence) -> None:
-        """Begin loads; they copy once the engine's device has come to `fence`."""
-        for job in jobs:
-            load = Load(job, self._host.now)
-            verdict = self._host.watch.loads(job.generation)
-            self._loads.append((load, self._threads.submit(self._run, load, fence, verdict)))
+        """Begin loads; they copy once the engine's device has come to `fence`.
 
-    def _run(self, load: Load, fence: Fence, verdict: WeightVerdict) -> None:
-        began = load.began = self._host.now()
-        load.laps.lap("queue")
-        line = self._pace.line
-        least = 0.0 if line is None else self._hope * line.seconds(len(load.job.items))
-        if began + least > load.until and self._others_wait():
-            # Those are served in time instead.
-            load.dropped, load.seconds = True, 0.0
+        Loads of a few blocks of host memory are copied together, and so end together: one by one
+        each would take its waits for the device, and the engine a step for the first to end.
+        """
+        loads = [Load(job, self._host.now) for job in jobs]
+        for group in self._groups(loads):
+            verdict = self._host.watch.loads(group[0].job.generation)
+            future = self._threads.submit(self._run, group, fence, verdict)
+            self._loads += [(load, future) for load in group]
+
+    def _groups(self, loads: Sequence[Load]) -> Iterator[list[Load]]:
+        """Which loads run together: those of one generation that one wave copies from the pool."""
+        group: list[Load] = []
+        for load in loads:
+            together = [*group, load]
+            if group and not (self._is_wave(together) and load.shares(group[0])):
+                yield group
+                together = [load]
+            group = together
+        if group:
+            yield group
+
+    def _is_wave(self, loads: Sequence[Load]) -> bool:
+        size = sum(len(load.job.items) for load in loads)
+        resident = all(item.slot is not None for load in loads for item in load.job.items)
+        return resident and size <= self._wave
+
+    def _run(self, loads: Sequence[Load], fence: Fence, verdict: WeightVerdict) -> None:
+        began = self._host.now()
+        going: list[Load] = []
+        for load in loads:
+            if load.is_over:  # its time was, before its turn came
+                continue
+            load.began = began
+            load.laps.lap("queue")
+            line = self._pace.line
+            least = 0.0 if line is None else self._hope * line.seconds(len(load.job.items))
+            if began + least > load.until and self._others_wait():
+                # Those are served in time instead.
+                load.dropped, load.seconds = True, 0.0
+                continue
+            going.append(load)
+        if going and not verdict.unchanged():  # the engine computes, with the weights it has now
+            for load in going:
+                load.outdated, load.seconds = True, 0.0
             return
-        if not verdict.unchanged():  # the engine computes it, with the weights that it has now
-            load.outdated, load.seconds = True, 0.0
-            return
-        self._load_items(load, fence)
-        load.seconds = self._host.now() - began
+        if going:
+            self._load_items(going, fence)
+        for load in going:
+            load.seconds = self._host.now() - began
 
     def _others_wait(self) -> bool:
         """Whether a load waits for its turn behind those that run. Where none does, dropping one
         helps nobody, and paces of before would stay the last word on the tier."""
-        return sum(not future.done() for _, future in self._loads) > LOADERS
+        return len({future for _, future in self._loads if not future.done()}) > LOADERS
 
-    def _load_items(self, load: Load, fence: Fence) -> None:
-        numbered = list(enumerate(load.job.items))
-        resident = [pair for pair in numbered if pair[1].slot is not None]
-        stored = [pair for pair in numbered if pair[1].slot is None]
-        if resident:
-            self._load_resident(load, resident, fence)
+    def _load_items(self, loads: Sequence[Load], fence: Fence) -> None:
+        """Load all that these have in the host pool, and what the one load has in a store."""
+        self._load_resident(loads, fence)
+        load = loads[0]
+        stored = [(i, item) for i, item in enumerate(load.job.items) if item.slot is None]
         if stored and self._store is not None:
             # A thread runs one load at a time, so there are bounces for each.
             bounces = [self._bounces.pop() for _ in range(BOUNCES)]
@@ -259,31 +312,45 @@ class Loading:
                 with suppress(RuntimeError):
                     load.land()  # else another load could write into what is still copied
                 self._bounces += bounces
-        load.land()
-        load.laps.lap("copy")
-
-    def _load_resident(self, load: Load, items: Numbered, fence: Fence) -> None:
-        memory = self._host.memory
-        # In waves: `end` waits for the copy in flight.
-        step = max(1, WAVE_BYTES // memory.rows.stride(0))
-        for start in range(0, len(items), step):
-            wave = items[start : start + step]
-            slots = [item.slot for _, item in wave if item.slot is not None]
-            held = self._held(load, wave, slots)
-            load.laps.lap("check")
-            load.record_missing(wave, held)
-            if not self._copy_wave(load, memory, slots, wave, held, fence):
-                return
-            load.land(but=1)
+        for load in loads:
+            load.land()
             load.laps.lap("copy")
 
-    def _held(self, load: Load, items: Numbered, slots: Sequence[int]) -> list[bool]:
-        held = self._host.wait_and_verify(slots, [item.key for _, item in items])
-        if not self._verify:
-            return held
-        intact = [ok and self._host.is_intact(s) for s, ok in zip(slots, held, strict=True)]
-        load.damaged += sum(held) - sum(intact)
-        return intact
+    def _load_resident(self, loads: Sequence[Load], fence: Fence) -> None:
+        pieces = [
+            Piece(load, number, item.slot, item.target)
+            for load in loads
+            for number, item in enumerate(load.job.items)
+            if item.slot is not None
+        ]
+        # In waves: `end` waits for the copy in flight.
+        for start in range(0, len(pieces), self._wave):
+            wave = pieces[start : start + self._wave]
+            held = self._held(wave)
+            if not self._copy_wave(self._host.memory, wave, held, fence):
+                return
+            for load in loads:
+                load.land(but=1)
+                load.laps.lap("copy")
+
+    @property
+    def _wave(self) -> int:
+        """Blocks of the host pool that are copied at once."""
+        return max(1, WAVE_BYTES // self._host.memory.rows.stride(0))
+
+    def _held(self, wave: Sequence[Piece]) -> list[bool]:
+        """Which of these the host pool has, intact where that is looked at."""
+        keys = [piece.load.job.items[piece.number].key for piece in wave]
+        held = self._host.wait_and_verify([piece.row for piece in wave], keys)
+        for at, piece in enumerate(wave):
+            if held[at] and self._verify and not self._host.is_intact(piece.row):
+                held[at] = False
+                piece.load.damaged += 1
+            if not held[at]:
+                piece.load.record_missing([piece.number])
+        for load in {piece.load for piece in wave}:
+            load.laps.lap("check")
+        return held
 
     def _load_stored(
         self,
@@ -310,7 +377,8 @@ class Loading:
                 if number + 1 < len(waves) and all(read.held):
                     then = waves[number + 1], bounces[(number + 1) % BOUNCES], load.last_copy
                     ahead = self._readers.submit(self._read, load, store, *then)
-                if not self._copy_wave(load, bounce, range(len(wave)), wave, read.held, fence):
+                pieces = [Piece(load, i, row, one.target) for row, (i, one) in enumerate(wave)]
+                if not self._copy_wave(bounce, pieces, read.held, fence):
                     return
                 load.land(but=1)
                 load.laps.lap("copy")
@@ -340,33 +408,28 @@ class Loading:
         load.cut_short |= not all(held) and load.time_left() < EARLY
         # A tier that failed, was not asked or had no time may have them still.
         if was_up and store.health.reads and not load.cut_short:
-            load.record_missing(wave, held)
+            load.record_missing(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
         return _WaveRead(held, waited)
 
     def _copy_wave(
-        self,
-        load: Load,
-        memory: SlotMemory,
-        rows: Sequence[int],
-        wave: Numbered,
-        held: Sequence[bool],
-        fence: Fence,
+        self, memory: SlotMemory, wave: Sequence[Piece], held: Sequence[bool], fence: Fence
     ) -> bool:
-        """Begin to copy the held items of a wave from their rows; return whether all were held and
-        the load goes on."""
-        good = [place for place, ok in enumerate(held) if ok]
-        sources = [rows[place] for place in good]
-        targets = [wave[place][1].target for place in good]
-        copier = self._host.copier
-        fence.wait()  # without the load's lock, for which the engine's thread may wait
-        load.laps.lap("queue")
-        goes_on = load.copy_in(
-            [wave[place][0] for place in good],
-            lambda: copier.scatter(memory.rows, sources, targets, fence),
-        )
-        load.laps.lap("copy")
+        """Begin to copy the held blocks of a wave from their rows; return whether all were held and
+        the loads go on."""
+        copier, loads = self._host.copier, {piece.load for piece in wave}
+
+        def scatter(pieces: Sequence[Piece]) -> Copy:
+            _, _, rows, targets = zip(*pieces, strict=True)
+            return copier.scatter(memory.rows, rows, targets, fence)
+
+        fence.wait()  # without a load's lock, for which the engine's thread may wait
+        for load in loads:
+            load.laps.lap("queue")
+        Load.copy_in([*compress(wave, held)], scatter)
+        for load in loads:
+            load.laps.lap("copy")
         # The engine uses what precedes the first failed block, and recomputes the rest.
-        return goes_on and all(held)
+        return all(held) and not any(load.is_over for load in loads)
 
     def ended(self, idle: bool) -> list[EndedLoad]:
         """Return loads that have ended since the last call, done or out of time.
@@ -392,9 +455,7 @@ class Loading:
     def _end(self, load: Load, future: Future[None]) -> EndedLoad:
         is_done = future.done()
         in_time = is_done and not load.dropped and not load.cut_short
-        if not is_done:
-            future.cancel()
-        elif (error := future.exception()) is not None:
+        if is_done and (error := future.exception()) is not None:
             self._failed_loads.log("tier %r: a load failed on this worker: %s", self._tier, error)
         failed, lost = load.end()
         if load.damaged:

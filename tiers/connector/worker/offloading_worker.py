@@ -371,10 +371,15 @@ class OffloadingWorker(WorkerConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._orders().reqs_to_load:
+        generations = {job.generation for job in self._orders().reqs_to_load}
+        if generations:
             # Here all is queued that touches blocks which are to be loaded: zeroing, and the steps
-            # of requests that had them. Many runners launch this step before `start_load_kv`.
+            # of requests that had them. Many runners launch this step before `start_load_kv`. What
+            # changed the weights is queued, too: the look of `start_load_kv`, which is this one,
+            # would wait for the step.
             self._fence = self._host.copier.fence()
+            for generation in generations:
+                self._host.watch.loads(generation)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._orders()
