@@ -289,20 +289,20 @@ MUTANTS = (
     EVICTOR.but(
         "eviction",
         "it begins below the capacity",
-        "used > HIGH * capacity",
-        "used > LOW * capacity / 2",
+        "min(HIGH * self._capacity",
+        "min(LOW * self._capacity / 2",
     ),
     EVICTOR.but(
         "eviction",
         "it ends too late",
-        "used - int(LOW * capacity)",
-        "used - int(LOW * capacity / 2)",
+        "min(int(LOW * self._capacity)",
+        "min(int(LOW * self._capacity / 2)",
     ),
     EVICTOR.but(
         "eviction",
         "it ends too soon",
-        "used - int(LOW * capacity)",
-        "max(1, used - int(HIGH * capacity))",
+        "min(int(LOW * self._capacity)",
+        "min(int(HIGH * self._capacity)",
     ),
     EVICTOR.but(
         "eviction",

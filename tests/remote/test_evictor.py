@@ -388,3 +388,25 @@ def test_a_pack_that_goes_while_it_is_counted_ends_no_round(
     upkeep = keeper(place, 10 * SIZE, Clock())
     upkeep.step()
     assert sum(there(packs)) == 9
+
+
+@pytest.mark.parametrize("size", [600, 1500, 3000, 5000])
+def test_packs_that_are_large_beside_the_capacity_make_room_for_each_other(
+    place: Path, size: int
+) -> None:
+    """Also where what is full is not full by more than a tenth."""
+    clock, bucket = Clock(), DirectoryBucket(place)
+    upkeep = keeper(place, 10_000, clock)
+    names = []
+    for number in range(30):
+        upkeep.step()
+        names.append(name := name_of(make_key()))
+        assert upkeep.admits(size), "what was put last is counted by now"
+        bucket.put(name, [bytes(size)])
+        upkeep.ends(size, True)
+        os.utime(place / name, (number * 100, number * 100))
+        for _ in range(2):  # by the second count it knows what the first may have missed
+            clock.now += 100
+            upkeep.step()
+    left = there([place / name for name in names])
+    assert left == sorted(left) and any(left), "the last ones stay"

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from spec.offloading import StoreContext
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, drive, measured
+from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine
+from tiers.remote.shared_spec import SharedSpec
 
 
 def _engine(place: Path, ranks: int, capacity: str) -> ReplayEngine:
@@ -40,3 +43,12 @@ def test_answers_stay_right_where_the_directory_is_full(tmp_path: Path) -> None:
     close(engine)
     packs = [pack for pack in tmp_path.glob("?" * 32 + "/*/*") if pack.is_file()]
     assert 0 < sum(pack.stat().st_size for pack in packs) <= 64 << 10
+
+
+def test_a_capacity_in_which_no_block_has_room_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    block, ranks = 2048 + 512 + 4096, 2
+    site = StoreContext(4096, ranks)
+    with pytest.raises(TierUnusable, match=rf"less than one block .* at least {ranks * block}B"):
+        SharedSpec(path=tmp_path, capacity=ranks * block - 1).open(site)
+    SharedSpec(path=tmp_path, capacity=ranks * block).open(site).close()

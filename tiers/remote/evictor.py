@@ -2,9 +2,10 @@
 
 The holder of the lease walks the directory, folder by folder, and never has its list in memory: it
 counts bytes by age, in steps of `GRAIN_SECONDS`. Beyond `HIGH` of the capacity a second walk
-deletes what is older than the age at which `LOW` of it would be left. A pack's age is its `mtime`,
-which a host that reads it renews once in `USE_SECONDS`, so the order is that of the last uses as
-far as hosts' clocks agree (NFS: the server's clock alone). Nothing else depends on it.
+deletes what is older than the age at which `LOW` of it would be left; one more of the largest packs
+then has room, if two of them fit. A pack's age is its `mtime`, which a host that reads it renews
+once in `USE_SECONDS`, so the order is that of the last uses as far as hosts' clocks agree (NFS: the
+server's clock alone). Nothing else depends on it.
 
 **The bound.** Each process adds what it has put itself to the last count, and puts nothing beyond
 the capacity. What it can't know is what others put between two counts: so much there may be beyond
@@ -148,11 +149,16 @@ class Evictor:
     def _round(self) -> None:
         """Count, and evict what is too much. Ends early where the lease is lost. Raises OSError."""
         ages: Counter[int] = Counter()
+        largest = 0
         for pack in self._walk(leftovers=True):
             ages[pack.age] += pack.size
-        used, capacity = ages.total(), self._capacity
-        if capacity is not None and used > HIGH * capacity:
-            used -= self._evict(ages, used - int(LOW * capacity))
+            largest = max(largest, pack.size)
+        used = ages.total()
+        if self._capacity is not None:
+            # Else what just does not fit would be refused for ever, and nothing evicted.
+            fits = self._capacity - (largest if 2 * largest <= self._capacity else 0)
+            if used > min(HIGH * self._capacity, fits):
+                used -= self._evict(ages, used - min(int(LOW * self._capacity), fits))
         if self._beat():
             self._lease.count = Count(self._lease.count.round + 1, used)
             self._next_beat = 0.0
