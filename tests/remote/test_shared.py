@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.replay_chains import MODEL, chain_of, close, cpu, drive, measured
+from tests.support.clock import wait_for
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    close,
+    cpu,
+    drive,
+    measured,
+    scheduler_of,
+)
 from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine
 from tiers.remote.shared_spec import SharedSpec
@@ -52,3 +61,13 @@ def test_a_capacity_in_which_no_block_has_room_is_refused(tmp_path: Path) -> Non
     with pytest.raises(TierUnusable, match=rf"less than one block .* at least {ranks * block}B"):
         SharedSpec(path=tmp_path, capacity=ranks * block - 1).open(site)
     SharedSpec(path=tmp_path, capacity=ranks * block).open(site).close()
+
+
+def test_a_tier_that_does_not_count_what_it_holds_shows_no_fill(tmp_path: Path) -> None:
+    """It would be empty for ever, to whoever looks at how full tiers are."""
+    tmp_path.chmod(0o700)
+    engine = _engine(tmp_path, 1, "1GiB")
+    drive(engine, 1)
+    wait_for(lambda: scheduler_of(engine, 1).room() == (0, 0))
+    assert scheduler_of(engine).room()[1] > 0
+    close(engine)

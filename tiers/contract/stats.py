@@ -75,9 +75,9 @@ GAUGES = {
     "loading_bytes": "Bytes of the loads in flight, over all ranks.",
     "storing_jobs": "Stores in flight, waiting ones included, after the last step.",
     "storing_bytes": "Bytes of the stores in flight, over all ranks.",
-    "capacity_bytes": "Bytes that the tier may hold; 0: it has no bound of ours.",
+    "capacity_bytes": "Bytes that the tier may hold; 0: no bound of ours, or it is not counted.",
     "used_bytes": "Bytes that its blocks take, in host memory or in its folder; 0 where a server "
-    "holds them.",
+    "or a directory of several hosts holds them.",
     "retained_blocks": "Blocks that hints pin.",
     "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
     "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",

@@ -36,7 +36,7 @@ class TierStatus(BaseModel):
     state: str = Field(description="One of opening, open, degraded, down, refused.")
     why: str = Field(description="The last error where the state is not open; else empty.")
     paused: str = Field(description="reads, writes or both, as its setting; empty: neither.")
-    capacity_bytes: float = Field(description="0: it has no bound of ours.")
+    capacity_bytes: float = Field(description="0: no bound of ours, or it is not counted.")
     used_bytes: float
     token_share: float | None = Field(description="Part of the prompts' tokens that it loaded.")
     token_share_late: float | None

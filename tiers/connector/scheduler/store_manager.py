@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds between two looks."""
+UNCOUNTED = Usage(0, 0, 0)
+"""Of a store that does not count: a capacity beside it would show a tier that is always empty."""
 PART = 0.01
 """The part of the time that looks may take: a store that is slow to count is asked less often."""
 
@@ -73,6 +75,8 @@ class StoreWatch:
         self._hear()
         if (measured := capability(self._store, Measured)) is not None:
             self.usage = measured.usage()
+        elif self._store.health.reads_up:
+            self.usage = UNCOUNTED
 
     def _hear(self) -> None:
         """Log once what keeps the store from what its settings ask for, and when that is over."""
