@@ -15,7 +15,7 @@ from tests.support.clock import wait_for
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker import loading as loading_module
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.loading import EndedLoad, Loading
+from tiers.connector.worker.loading import EndedLoad, Load, Loading
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.messages import LoadItem, LoadJob
@@ -321,6 +321,22 @@ def test_small_loads_of_a_step_are_copied_together(loading: Loading, host: Host)
     }
     assert results[1].lost == {1}
     assert host.paged == {n: n for n in (10, 11, 20, 22, 30)}
+
+
+def test_many_loads_are_looked_at_once_each(loading: Loading, host: Host) -> None:
+    """By the engine's thread: a thousand begin in one step."""
+    looks = 0
+
+    class Items(list[LoadItem]):
+        def __iter__(self) -> Iterator[LoadItem]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    jobs = [resident(number, number, 1) for number in range(100)]
+    loads = [Load(replace(one, items=Items(one.items)), host.now) for one in jobs]
+    assert [len(group) for group in loading._groups(loads)] == [100]
+    assert looks == 100
 
 
 def test_what_is_copied_together_fits_one_wave_and_one_generation(

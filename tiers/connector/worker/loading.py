@@ -255,19 +255,18 @@ class Loading:
     def _groups(self, loads: Sequence[Load]) -> Iterator[list[Load]]:
         """Which loads run together: those of one generation that one wave copies from the pool."""
         group: list[Load] = []
+        size = 0
         for load in loads:
-            together = [*group, load]
-            if group and not (self._is_wave(together) and load.shares(group[0])):
+            items = load.job.items
+            is_resident = all(item.slot is not None for item in items)
+            more = len(items) if is_resident else self._wave + 1  # a store's are read one by one
+            if group and not (size + more <= self._wave and load.shares(group[0])):
                 yield group
-                together = [load]
-            group = together
+                group, size = [], 0
+            group.append(load)
+            size += more
         if group:
             yield group
-
-    def _is_wave(self, loads: Sequence[Load]) -> bool:
-        size = sum(len(load.job.items) for load in loads)
-        resident = all(item.slot is not None for load in loads for item in load.job.items)
-        return resident and size <= self._wave
 
     def _run(self, loads: Sequence[Load], fence: Fence, verdict: WeightVerdict) -> None:
         began = self._host.now()
