@@ -49,6 +49,10 @@ def test_places(url: str, local: bool | None) -> None:
         ({"url": "s3://kv", "secrets": {"token": SECRET}}, "env"),
         ({"url": "s3://kv", "endpoint": "ftp://x"}, "http"),
         ({"url": "s3://kv", "capacity": "1TB"}, "capacity"),
+        ({"url": "file:///kv", "endpoint": "http://x"}, "a folder, which has none"),
+        ({"url": "file:///kv", "region": "eu-west-1"}, "a folder, which has none"),
+        ({"url": "file:///kv", "options": {"x": "y"}}, "a folder, which has none"),
+        ({"url": "file:///kv", "secrets": {"token": {"env": "PATH"}}}, "a folder, which has none"),
     ],
 )
 def test_what_it_refuses_and_no_secret_of_it(settings: dict[str, Any], said: str) -> None:

@@ -439,7 +439,7 @@ def test_what_hangs_takes_one_thread_and_is_left_alone(
     assert guarded.get(Memory([KEY], 8).blocks) == [True]
     assert is_up(guarded)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "reads are down (no answer after 5 s)" in said[0]
+    assert len(said) == 2 and "reads are down (no answer within its deadline, 5 s)" in said[0]
 
 
 def test_a_trial_that_hangs_is_a_trial_that_failed(clock: Clock) -> None:

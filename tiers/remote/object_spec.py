@@ -82,6 +82,13 @@ class ObjectSpec(StoreSpec):
         default=32, ge=1, le=256, description="Requests at once, of each process of the engine."
     )
 
+    @field_validator("endpoint", "region", "options", "secrets", mode="after")
+    @classmethod
+    def _not_of_a_folder(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and str(info.data.get("url")).startswith("file:"):
+            raise ValueError("remove it: the url is a folder, which has none")
+        return value
+
     @field_validator("options", mode="after")
     @classmethod
     def _no_secret(cls, options: Mapping[str, str], info: ValidationInfo) -> Mapping[str, str]:

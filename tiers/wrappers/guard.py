@@ -436,7 +436,8 @@ class Guarded(StoreWrapper):
         for breaker in (self._reads, self._writes, self._looks, self._reports):
             if breaker.notice_late():
                 self.failures.count("Late")
-                self._log_down(breaker, f"no answer after {breaker.deadline:g} s", None)
+                why = f"no answer within its deadline, {breaker.deadline:g} s"
+                self._log_down(breaker, why, None)
 
     def _log_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
         line = "tier %s: %s are down (%s); tried again every %g s or more"
