@@ -397,7 +397,7 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "a count is not taken over",
-        "            self.count = Count(int(found[3]), int(found[4]))\n",
+        "            self.count = Count(*map(int, found.groups()[2:]))\n",
         "            pass\n",
     ),
     LEASE.but(

@@ -410,3 +410,26 @@ def test_packs_that_are_large_beside_the_capacity_make_room_for_each_other(
             upkeep.step()
     left = there([place / name for name in names])
     assert left == sorted(left) and any(left), "the last ones stay"
+
+
+def test_who_has_another_capacity_than_the_one_that_evicts_is_told(place: Path) -> None:
+    """Else a replica with a smaller one empties the directory for all without a word, or one that
+    has none evicts nothing, and the others find no room."""
+    clocks = [Clock() for _ in range(4)]
+    sizes = 10 * SIZE, None, 20 * SIZE, 10 * SIZE
+    holder, unbounded, larger, same = (
+        keeper(place, size, clock) for size, clock in zip(sizes, clocks, strict=True)
+    )
+    assert not any(each.warning() for each in (holder, unbounded, larger, same))
+    for each in (holder, unbounded, larger, same):
+        each.step()
+    told = [each.warning() for each in (holder, unbounded, larger, same)]
+    assert [bool(each) for each in told] == [False, True, True, False]
+    assert "capacity 9.766KiB evicts for all" in told[2] and "this one has 19.53KiB" in told[2]
+    assert "this one has none" in told[1]
+    holder._lease.resign()
+    clocks[1].now += 100
+    unbounded.step()
+    clocks[2].now += 100
+    larger.step()
+    assert not unbounded.warning() and "capacity none evicts for all" in larger.warning()

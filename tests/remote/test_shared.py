@@ -71,3 +71,15 @@ def test_a_tier_that_does_not_count_what_it_holds_shows_no_fill(tmp_path: Path) 
     wait_for(lambda: scheduler_of(engine, 1).room() == (0, 0))
     assert scheduler_of(engine).room()[1] > 0
     close(engine)
+
+
+def test_an_engine_whose_capacity_is_not_that_of_the_evictor_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    one, other = (_engine(tmp_path, 1, capacity) for capacity in ("1MiB", "1GiB"))
+    wait_for(lambda: "capacity 1MiB evicts for all on its directory" in caplog.text)
+    drive(other, 1)
+    assert scheduler_of(other, 1).condition()[0] == "degraded"
+    close(one)
+    close(other)

@@ -185,6 +185,9 @@ class DirectoryBucket:
     def describe(self) -> str:
         return self._path
 
+    def warning(self) -> str:
+        return ""
+
     def close(self) -> None:
         """No file stays open between calls."""
 
@@ -218,6 +221,9 @@ class KeptDirectory(DirectoryBucket):
         finally:
             self._evictor.ends(size, stored)
         return stored
+
+    def warning(self) -> str:
+        return self._evictor.warning()
 
     def close(self) -> None:
         self._end_upkeep()

@@ -28,6 +28,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from typing import NamedTuple
 
+from spec.fields import format_size
 from tiers.concurrency.executors import in_background
 from tiers.remote.directory_files import TEMPORARY, fan_out, files, unlink
 from tiers.remote.lease import Count, Lease
@@ -107,6 +108,17 @@ class Evictor:
                 self._putting -= size
                 self._own += size * stored
 
+    def warning(self) -> str:
+        """What the holder of the lease is to evict beyond, where that is another capacity."""
+        count, ours = self._count, self._capacity or 0
+        if not count.round or count.capacity == ours:
+            return ""
+        theirs, own = (format_size(size) if size else "none" for size in (count.capacity, ours))
+        return (
+            f"an engine with capacity {theirs} evicts for all on its directory, and this one has "
+            f"{own}; let all engines on it say the same"
+        )
+
     def step(self) -> float:
         """Do what is due now; seconds until something else is. Raises OSError."""
         held = self._beat()
@@ -160,7 +172,8 @@ class Evictor:
             if used > min(HIGH * self._capacity, fits):
                 used -= self._evict(ages, used - min(int(LOW * self._capacity), fits))
         if self._beat():
-            self._lease.count = Count(self._lease.count.round + 1, used)
+            number = self._lease.count.round + 1
+            self._lease.count = Count(number, used, self._capacity or 0)
             self._next_beat = 0.0
             self._beat()
 

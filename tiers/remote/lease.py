@@ -29,16 +29,18 @@ from tiers.remote.directory_files import GONE, create, entries, fill, unlink
 
 WATCH_SECONDS = 30.0
 _TERM = re.compile(r"term-(\d{1,12})")
-_NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) ")
+_NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}) ")
 _NOTE_BYTES = 96
 _NOBODY = b"nobody"
 
 
 class Count(NamedTuple):
-    """What the holder says: it has counted `round` times, and then there were `used` bytes."""
+    """What the holder says: it has counted `round` times, and then there were `used` bytes; it
+    evicts what is beyond `capacity`, 0: nothing."""
 
     round: int = 0
     used: int = 0
+    capacity: int = 0
 
 
 class Lease:
@@ -89,7 +91,7 @@ class Lease:
         note = self._read(term) if term else b""
         found = _NOTE.match(note)
         if found:
-            self.count = Count(int(found[3]), int(found[4]))
+            self.count = Count(*map(int, found.groups()[2:]))
         if (term, note) != self._seen:
             self._seen, self._since = (term, note), self._clock()
         is_left = not term or (found is not None and found[1] == _NOBODY)
@@ -129,7 +131,7 @@ class Lease:
         if handle is None:
             return
         self._beats += 1
-        note = b"%b %d %d %d " % (owner, self._beats, *self.count)
+        note = b"%b %d %d %d %d " % (owner, self._beats, *self.count)
         try:
             os.pwrite(handle, note.ljust(_NOTE_BYTES - 1) + b"\n", 0)
         finally:

@@ -180,6 +180,9 @@ class PackStore:
         """Ask the bucket for a name, as a look-up does."""
         self._bucket.read(name_of(bytes(17)), 0, [memoryview(bytearray(INDEX_BYTES))])
 
+    def warning(self) -> str:
+        return self._bucket.warning()
+
     def describe(self) -> str:
         return f"{self._bucket.describe()}, {self._pack_blocks} blocks a pack"
 
