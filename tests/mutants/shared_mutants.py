@@ -283,8 +283,8 @@ MUTANTS = (
     EVICTOR.but(
         "eviction",
         "nothing goes",
-        "            unlink(pack.path)\n            freed",
-        "            freed",
+        "            if self._remove(pack.path):\n                freed",
+        "            if True:\n                freed",
     ),
     EVICTOR.but(
         "eviction",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,7 @@ def test_of_those_that_would_take_it_one_does(place: Path, monkeypatch: pytest.M
 HOLDS = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from tiers.remote.directory_bucket import KeptDirectory
 
 bucket = KeptDirectory(Path(sys.argv[1]), 10**9)
@@ -433,3 +435,33 @@ def test_who_has_another_capacity_than_the_one_that_evicts_is_told(place: Path) 
     clocks[2].now += 100
     larger.step()
     assert not unbounded.warning() and "capacity none evicts for all" in larger.warning()
+
+
+@pytest.mark.parametrize("what", ["a namespace", "a folder", "a pack"])
+def test_what_another_user_keeps_to_itself_ends_no_round_and_is_named(
+    place: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where folders were made before the directory was opened to a group."""
+    packs = fill(place, [DAY * number for number in range(20)])
+    theirs = packs[19]
+    closed = {"a namespace": theirs.parents[1], "a folder": theirs.parent, "a pack": theirs}[what]
+    real: dict[str, Any] = {call: getattr(os, call) for call in ("scandir", "unlink")}
+
+    def guarded(call: str) -> Any:
+        def doing(path: str) -> object:
+            if path == str(closed):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return real[call](path)
+
+        return doing
+
+    with monkeypatch.context() as patch:
+        for call in real:
+            patch.setattr(os, call, guarded(call))
+        upkeep = keeper(place, 10 * SIZE, clock := Clock())
+        upkeep.step()
+        assert there(packs) == [number < 9 or number == 19 for number in range(20)]
+        assert str(closed) in upkeep.warning()
+    clock.now += 100
+    upkeep.step()
+    assert not upkeep.warning() and sum(there(packs)) == 9

@@ -78,9 +78,14 @@ def files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
             yield entry.name, found
 
 
+def namespaces(path: str) -> list[str]:
+    """The names of the folders of namespaces in `path`. Raises OSError."""
+    return _folders(path, _NAMESPACE)
+
+
 def fan_out(path: str, spaces: Sequence[str] = ()) -> Iterator[str]:
     """The folders of packs below `path`, of these namespaces or of all. Raises OSError."""
-    for space in spaces or _folders(path, _NAMESPACE):
+    for space in spaces or namespaces(path):
         for folder in _folders(f"{path}/{space}", _FAN_OUT):
             yield f"{space}/{folder}"
 

@@ -11,6 +11,8 @@ server's clock alone). Nothing else depends on it.
 the capacity. What it can't know is what others put between two counts: so much there may be beyond
 it, if it is more than the tenth that is kept free, until the next round.
 
+What its user may not read or remove stays, and counts for nothing; a warning names it.
+
 A file under a temporary name, or an empty folder, goes once the holder has watched it unchanged
 for `TEMPORARY_SECONDS` of its own clock. Files that no tier of this kind wrote are left alone.
 """
@@ -26,11 +28,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from spec.fields import format_size
 from tiers.concurrency.executors import in_background
-from tiers.remote.directory_files import TEMPORARY, fan_out, files, unlink
+from tiers.remote.directory_files import TEMPORARY, fan_out, files, namespaces, unlink
 from tiers.remote.lease import Count, Lease
 from tiers.remote.packs.pack import key_of
 
@@ -48,6 +50,8 @@ _CLOSE_SECONDS = 1.0
 _FILES_BETWEEN_BEATS = 1000
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class _Pack(NamedTuple):
@@ -72,6 +76,8 @@ class Evictor:
         self._lease, self._clock = lease, clock
         self._next_beat = self._next_round = 0.0
         self._watched: dict[str, tuple[int, int, float]] = {}
+        self._refused = ""
+        """What this process's user may not read or remove, since the last round began."""
         self._count = Count()
         self._own = self._own_before = self._putting = 0
         """Bytes put by this process since the last count, between the two before, and in flight."""
@@ -109,8 +115,13 @@ class Evictor:
                 self._own += size * stored
 
     def warning(self) -> str:
-        """What the holder of the lease is to evict beyond, where that is another capacity."""
+        """What the holder of the lease can't evict, or evicts beyond another capacity than ours."""
         count, ours = self._count, self._capacity or 0
+        if self._refused:
+            return (
+                f"it may not read or remove all of {self._refused}, which is not evicted; let the "
+                "directory's group, or the one user of all engines, in there"
+            )
         if not count.round or count.capacity == ours:
             return ""
         theirs, own = (format_size(size) if size else "none" for size in (count.capacity, ours))
@@ -161,7 +172,7 @@ class Evictor:
     def _round(self) -> None:
         """Count, and evict what is too much. Ends early where the lease is lost. Raises OSError."""
         ages: Counter[int] = Counter()
-        largest = 0
+        largest, self._refused = 0, ""
         for pack in self._walk(leftovers=True):
             ages[pack.age] += pack.size
             largest = max(largest, pack.size)
@@ -189,20 +200,21 @@ class Evictor:
         for pack in self._walk():
             if pack.age > last or (pack.age == last and spare <= 0):
                 continue
-            unlink(pack.path)
-            freed += pack.size
-            if pack.age == last:
-                spare -= pack.size
+            if self._remove(pack.path):
+                freed += pack.size
+                if pack.age == last:
+                    spare -= pack.size
         return freed
 
     def _walk(self, leftovers: bool = False) -> Iterator[_Pack]:
         """All packs, as long as the lease is held; `leftovers`: watch and remove those, too."""
         seen: dict[str, tuple[int, int, float]] = {}
-        for folder in fan_out(self._path):
+        for folder in self._folders():
             if not self._beat():
                 return
             is_empty = True
-            for number, (file, found) in enumerate(files(f"{self._path}/{folder}")):
+            of_folder = self._allowed(files(f"{self._path}/{folder}"))
+            for number, (file, found) in enumerate(of_folder):
                 is_empty = False
                 if not number % _FILES_BETWEEN_BEATS and not self._beat():
                     return
@@ -230,4 +242,24 @@ class Evictor:
         elif stat.S_ISDIR(found.st_mode):
             os.rmdir(path)
         else:
+            self._remove(path)
+
+    def _folders(self) -> Iterator[str]:
+        for space in namespaces(self._path):
+            yield from self._allowed(fan_out(self._path, [space]))
+
+    def _allowed(self, some: Iterator[T]) -> Iterator[T]:
+        """These, up to a folder that this process's user may not read."""
+        try:
+            yield from some
+        except PermissionError as error:
+            self._refused = str(error.filename or self._path)
+
+    def _remove(self, path: str) -> bool:
+        """Remove a file, if this process's user may. Raises OSError."""
+        try:
             unlink(path)
+        except PermissionError:
+            self._refused = path
+            return False
+        return True
