@@ -13,7 +13,13 @@ import pytest
 
 from spec.offloading import EncryptionSpec, StoreContext, StoreSpec
 from tests.support.servers import RedisServer
-from tiers.connector.worker.namespace_notes import NamespaceNotes, _mark, describe, logger
+from tiers.connector.worker.namespace_notes import (
+    GENERATIONS,
+    NamespaceNotes,
+    _mark,
+    describe,
+    logger,
+)
 from tiers.disk.spec import DiskSpec
 from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs.marks import BucketMarks
@@ -98,6 +104,19 @@ def test_of_a_shared_tier_engines_of_other_sizes_are_named_too(
     (line,) = said("org/model", 4, 4)
     assert "from engines of 1 and 2 rank(s), and this one has 4" in line
     assert "5KiB a token" in line
+
+
+def test_an_engine_whose_weights_change_often_leaves_few_notes(tmp_path: Path) -> None:
+    """They lie beside the tier's capacity, and for ever."""
+    spec = DiskSpec(path=tmp_path, capacity=1 << 20)
+    spec.open(StoreContext(4096)).close()
+    notes = NamespaceNotes(spec, describe({}, "org/model", 16, 40960))
+    spaces = [bytes([number]) * 16 for number in range(GENERATIONS + 5)]
+    notes.keep(bytes(15) + b"x", lasts=True)
+    for space in spaces:
+        notes.keep(space, lasts=False)
+    with closing(spec.records()) as records:
+        assert set(records.notes()) == {bytes(15) + b"x", *spaces[-GENERATIONS:]}
 
 
 def test_of_an_encrypted_tier_nothing_is_noted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -47,6 +48,11 @@ SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 97, 8), 128)
 """Numbers of ranks that engines are looked for with where nothing is listed."""
 
 
+GENERATIONS = 16
+"""Of so many generations notes are kept: an engine drops the blocks of one that is over, and one
+whose weights change by the minute would leave a note each time."""
+
+
 class NamespaceNotes:
     """Keeps a note of each namespace that an engine stores under in one tier, and knows which other
     tensor parallel sizes its model has there. Of an encrypted tier nothing is noted: a model's name
@@ -61,6 +67,8 @@ class NamespaceNotes:
         all_ranks = note.ranks * note.payload_bytes // note.block_tokens
         self._token_bytes = all_ranks if token_bytes is None else token_bytes
         self._kept: set[bytes] = set()
+        self._passing: deque[bytes] = deque()
+        """Generations that have a note, the oldest first."""
         self._has_looked = False
 
     def lacks(self, namespace: bytes) -> bool:
@@ -76,6 +84,8 @@ class NamespaceNotes:
             return
         note = replace(self._note, lasts=lasts and self._note.lasts, opened=time.time())
         try:
+            if not lasts:
+                self._passing.append(namespace)
             self._keep(namespace, note)
             if not self._has_looked and not note.rank:
                 self._has_looked = True
@@ -92,6 +102,8 @@ class NamespaceNotes:
         if (records := self._spec.records()) is not None:
             with closing(records):
                 records.note(namespace, note.encode())
+                while len(self._passing) > GENERATIONS:
+                    records.note(self._passing.popleft(), b"")
 
     def _other_sizes(self, mine: NamespaceNote) -> list[int]:
         """Of engines of this model, whose blocks are or were here."""
