@@ -6,9 +6,10 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
+from typing import Any, cast
 
 import pytest
 from redis.crc import key_slot
@@ -25,11 +26,14 @@ from tests.support.topologies import (
     slots_of,
     wait_until,
 )
-from tiers.errors import TierUnavailable
+from tiers.errors import RecordError, TierUnavailable
 from tiers.remote.pipeline import Record
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, TierStore
+from tiers.remote.stream import Deadline
+from tiers.remote.topology import SLOTS, Cluster, Node, OneMaster
+from tiers.remote.url import Endpoint
+from tiers.store import Block, TierStore, Waiting
 from tiers.testing import Memory, StoreContract, make_key
 from tiers.wrappers.guard import Guarded
 
@@ -377,3 +381,48 @@ def test_one_that_never_answers_leaves_time_for_the_next(nodes: list[RedisServer
             stack.callback(store.close)
             with pytest.raises(TierUnavailable):
                 store.has([make_key()])
+
+
+class Idle:
+    """A pool of connections that need no server."""
+
+    @contextmanager
+    def borrow(self, deadline: Deadline) -> Iterator[Any]:
+        yield None
+
+
+def test_a_master_is_not_looked_for_because_a_load_was_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = RedisSpec.model_validate({"url": "redis+sentinel://127.0.0.1:1/master"})
+    topology, found = OneMaster(spec.connection()), list[Idle]()
+
+    def find(deadline: Deadline) -> Any:
+        found.append(Idle())
+        topology._master = cast(Any, found[-1])
+        return found[-1]
+
+    def fails(stream: Any, places: Sequence[int]) -> None:
+        raise TimeoutError("no answer in time")
+
+    monkeypatch.setattr(topology, "_find", find)
+    for seconds, times in ((0.0, 1), (0.0, 1), (5.0, 1), (5.0, 2)):
+        with pytest.raises(TimeoutError), Waiting(lambda seconds=seconds: seconds):  # type: ignore[misc]
+            topology.dispatch([b"name"], "reads", fails, Deadline(5))
+        assert len(found) == times
+
+
+def test_a_block_that_is_not_to_be_stored_leaves_no_call_behind() -> None:
+    """As of a row that vLLM has taken back: it shows nothing of the node."""
+    spec = RedisSpec.model_validate({"url": "redis+cluster://127.0.0.1:1"})
+    topology = Cluster(spec.connection(), 5.0)
+    node = Node(Endpoint("127.0.0.1", 1), cast(Any, Idle()), 5.0)
+    topology._map = [node] * SLOTS
+
+    def fails(stream: Any, places: Sequence[int]) -> None:
+        raise RecordError("vLLM has taken the row back")
+
+    for _ in range(3):
+        with pytest.raises(RecordError):
+            topology.dispatch([b"name"], "writes", fails, Deadline(5))
+    assert node.serves("writes") and not node.breakers["writes"]._in_flight

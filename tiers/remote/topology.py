@@ -50,7 +50,8 @@ class OneMaster:
             with master.borrow(deadline) as stream:
                 operation(stream, range(len(names)))
         except FAILURES:
-            self._master = None
+            if time_left():  # else nobody waits for it any more, which shows nothing of the master
+                self._master = None
             raise
 
     def masters(self, deadline: Deadline) -> tuple[dict[str, Pool], int]:
@@ -190,6 +191,9 @@ class Cluster:
                     self._failed(node, kind, call, error)
                     continue
                 moved += batches[node]
+            except BaseException:
+                node.breakers[kind].leave(call)
+                raise
             if node.breakers[kind].succeeded(call):
                 logger.info("%s: node %s: %s are up again", self._url, node.endpoint, kind)
         return moved
