@@ -34,8 +34,14 @@ class World:
     policy takes the longest prefix."""
 
     def __init__(
-        self, *links: tuple[float, float], prefill: float = 1000.0, always: bool = False
+        self,
+        *links: tuple[float, float],
+        prefill: float = 1000.0,
+        always: bool = False,
+        engine: float = 0.0,
     ) -> None:
+        """`engine`: seconds from the end of a load until the engine goes on."""
+        self.engine = engine
         self.clock = Clock(1000.0)
         self.links = list(links)
         self.prefill = prefill
@@ -85,6 +91,7 @@ class World:
         for child, tokens in parts.items():
             self.meters[child].began(jobs[child], tokens)
         self.clock.now += min(within, max(taken.values(), default=0.0))
+        self.clock.now += self.engine * bool(parts)
         for child, seconds in taken.items():
             whole = seconds <= within
             arrived = 0 if whole else int(parts[child] * within / seconds)
@@ -105,6 +112,21 @@ def world(*links: tuple[float, float], prefill: float = 1000.0) -> World:
     made = World(*links, prefill=prefill)
     made.run(has=[0] * len(links))  # the engine's rate is known
     return made
+
+
+def test_what_the_engine_takes_for_a_load_counts_at_the_least() -> None:
+    """A prefix is computed that takes no longer than the step that is lost to a load of it."""
+    made = World(FAST, prefill=10_000.0, engine=0.005)
+    made.run(has=[0])
+    assert made.child(blocks=3) == 0, "it is not known yet"
+    made.run()
+    assert made.child(blocks=3) is None and made.child(blocks=10) == 0
+    made.engine = 1.0  # the steps of others, between which a load is heard of
+    made.run_many(3)
+    assert made.child(blocks=3) is None and made.child(blocks=10) == 0
+    made.engine = 0.0
+    made.run()
+    assert made.child(blocks=3) == 0
 
 
 FAST = (0.001, 100_000.0)

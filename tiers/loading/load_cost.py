@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -21,10 +22,15 @@ LEAST_SECONDS = 1e-9
 """For a block, where a fit has no cost."""
 
 
+HEARD = 64
+"""Loads of which the one that the engine took least time for, beside its own, counts."""
+
+
 @dataclass
 class _Load:
     tokens: int
     shared: bool
+    ordered: float
     steps: int = 0
     began: float = math.inf
 
@@ -34,8 +40,10 @@ class LoadCost:
 
     A sample is what the slowest rank's load took, from its first byte to its last: neither its wait
     for other loads, which is estimated from those in flight, nor the engine's steps, which
-    a long prefill of another request would else charge to the tier. A tier counts as twice as slow
-    with each failed load in a row. Used by one thread alone; `now` gives seconds, never going back.
+    a long prefill of another request would else charge to the tier. What the engine takes at the
+    least, to order a load and to go on with its request, is a part of each: a few milliseconds, in
+    which it computes a short prefix. A tier counts as twice as slow with each failed load in a row.
+    Used by one thread alone; `now` gives seconds, never going back.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -44,11 +52,12 @@ class LoadCost:
         self._loads: dict[int, _Load] = {}
         self._queued = 0
         self._stepped = -math.inf
+        self._engines: deque[float] = deque(maxlen=HEARD)
         self.failures = 0
         """Loads in a row that did not bring all they should."""
 
     def began(self, job_id: int, tokens: int) -> None:
-        self._loads[job_id] = _Load(tokens, bool(self._loads))
+        self._loads[job_id] = _Load(tokens, bool(self._loads), self._now())
         self._queued += tokens
 
     def stepped(self) -> None:
@@ -86,6 +95,8 @@ class LoadCost:
             # What moved beside it, from its beginning or to its end, took a part of the tier.
             others = (load.shared + bool(self._loads)) / 2
             self._pace.add(tokens, seconds / (1 + others * (ABREAST - 1)))
+        if whole and not load.shared and not self._loads:
+            self._engines.append(max(0.0, self._now() - load.ordered - seconds))
 
     @property
     def line(self) -> LinearFit | None:
@@ -99,6 +110,11 @@ class LoadCost:
             return {}
         rate = {"load_tokens_per_second": 1 / line.each} if line.each else {}
         return {"load_latency_seconds": line.fixed, **rate}
+
+    @property
+    def _engine(self) -> float:
+        """Seconds that the engine takes for a load at the least, beside the load's own."""
+        return min(self._engines, default=0.0)
 
     @property
     def queued_tokens(self) -> int:
@@ -120,7 +136,7 @@ class LoadCost:
         if line is None:
             return self._oldest()
         alone = line.seconds(tokens) * self._doubt
-        return max(self._ahead(line) + alone, self._overdue(line))
+        return max(self._ahead(line) + alone + self._engine, self._overdue(line))
 
     def pace(self, tokens: int) -> LinkCost | None:
         """How soon the tier delivers blocks of `tokens`; None: not measured yet.
@@ -134,7 +150,8 @@ class LoadCost:
             return None
         ready = self._overdue(line) or self._ahead(line)
         each = max(line.each * tokens, LEAST_SECONDS)
-        return LinkCost(ready + line.fixed * self._doubt, each * self._doubt)
+        fixed = line.fixed * self._doubt + self._engine
+        return LinkCost(ready + fixed, each * self._doubt)
 
     def _ahead(self, line: LinearFit) -> float:
         """Seconds until the tier turns to a load that is ordered now: each before it costs its

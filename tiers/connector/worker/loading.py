@@ -292,6 +292,11 @@ class Loading:
         for load in going:
             load.seconds = self._host.now() - began
 
+    @property
+    def threads(self) -> int:
+        """Threads that have loads of which `ended` has not told yet."""
+        return min(LOADERS, len({future for _, future in self._loads}))
+
     def _others_wait(self) -> bool:
         """Whether a load waits for its turn behind those that run. Where none does, dropping one
         helps nobody, and paces of before would stay the last word on the tier."""

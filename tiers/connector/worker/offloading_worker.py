@@ -390,6 +390,11 @@ class OffloadingWorker(WorkerConnector):
         self._loading.begin(orders.reqs_to_load, self._fence)
         self._filling.begin(orders.slots_to_fill)
 
+    @property
+    def loading_threads(self) -> int:
+        """See `Loading.threads`; for a replay that counts time itself."""
+        return self._loading.threads
+
     def _orders(self) -> OffloadingConnectorMetadata:
         assert isinstance(self._metadata, OffloadingConnectorMetadata), "no step is bound"
         return self._metadata

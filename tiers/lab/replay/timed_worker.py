@@ -14,7 +14,7 @@ import torch
 
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.worker.loading import LOADERS
+from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
@@ -73,11 +73,6 @@ class TimedJobs:
     def __init__(self) -> None:
         self.loads: dict[int, float] = {}
         self.stores: set[int] = set()
-
-    @property
-    def threads(self) -> int:
-        """The tier's threads that have a job: it has `LOADERS` to load and one to store."""
-        return min(LOADERS, len(self.loads)) + min(1, len(self.stores))
 
     def begin_loads(self, orders: OffloadingConnectorMetadata, now: float) -> None:
         """A step's loads are with the threads."""
@@ -215,6 +210,13 @@ class TimedWorker(LocalWorker):
         moments = (end for end in (*stores, *loads) if end is not None and end < math.inf)
         return min(moments, default=None)
 
+    @property
+    def _threads(self) -> int:
+        """Threads of all tiers that have a job: a tier has one to store."""
+        children = (child for child in self._half.children if isinstance(child, OffloadingWorker))
+        loading = sum(child.loading_threads for child in children)
+        return loading + sum(bool(jobs.stores) for jobs in self._jobs)
+
     def _poll(self) -> StepOutput:
         """Ends of transfers since the last call."""
         self._half.bind_connector_metadata(self._nothing)
@@ -242,7 +244,7 @@ class TimedWorker(LocalWorker):
                 take(output)
             if not self._clock.is_counted:
                 return
-            at_work = sum(jobs.threads for jobs in self._jobs) - self._clock.sleepers
+            at_work = self._threads - self._clock.sleepers
             quiet = quiet + 1 if at_work <= 0 and not has_ends and wakes == self._clock.wakes else 0
             # The thread of a load that was given up sleeps on, and hides one that works.
             if quiet > (0 if at_work == 0 else GIVEN_UP_TURNS):

@@ -146,6 +146,7 @@ class SimulatedTier:
             end = min(late, end) if cost.line is not None else late
         self._loaders[loader] = max(turn, end)
         self._jobs += 1
+        self._now = now
         cost.began(self._jobs, blocks * self._tokens)
         ended = _TimedLoad(
             end, self._jobs, max(0.0, end - turn), came * self._tokens, came == blocks
@@ -155,11 +156,12 @@ class SimulatedTier:
 
     def measure(self, now: float) -> None:
         """Count the loads that have ended by now."""
-        self._now = now
         loads, cost = self._loads, self.cost
         while loads and loads[0].end <= now:
             load = loads.popleft()
+            self._now = load.end
             cost.ended(load.job, load.seconds, load.whole, load.tokens, not load.whole)
+        self._now = now
         if loads:
             cost.stepped()
 
