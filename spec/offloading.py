@@ -168,6 +168,10 @@ class OffloadingSpec(BaseModel):
         yield from ()
 
 
+LOADS_AT_ONCE = 2
+"""Loads in flight at once from a tier that says nothing else, on each rank."""
+
+
 class StoreSpec(OffloadingSpec):
     """A tier that is a store: disk, redis, most plugins.
 
@@ -232,6 +236,14 @@ class StoreSpec(OffloadingSpec):
     )
     load_rate: ByteRate | None = Field(
         default=None, description="Limit the bytes loaded per second, like 1GB/s."
+    )
+    loads_at_once: int = Field(
+        default=LOADS_AT_ONCE,
+        ge=1,
+        le=16,
+        description="Loads at once on each rank; the next ones wait. More help where a load mostly "
+        "waits for its first bytes, and hurt where it waits for bandwidth. Each takes 32MiB of "
+        "host memory.",
     )
     write_budget: ByteRate | None = Field(
         default=None,

@@ -558,7 +558,7 @@ def _close_opened(opening: Future[Guarded | None]) -> None:
 
 UNHOSTED = {
     *("store_threshold", "max_inflight", "store_rate", "load_rate", "write_budget", "verify"),
-    *("admission", "paused"),
+    *("admission", "paused", "loads_at_once"),
 }
 """Settings of a tier that decide about loads and stores: here vLLM decides about those."""
 

@@ -20,8 +20,6 @@ from tiers.store import Block, TierStore, batch_blocks
 from tiers.tuning.machine import TierProfile
 from tiers.wrappers.opening import open_guarded
 
-LOADERS = 2
-"""Loads that a worker runs at once for each tier, as in `tiers/connector/worker/loading.py`."""
 LEAST_BLOCKS = 8
 SINGLES = 5
 """Single blocks that are moved for the latency, of which the fastest counts."""
@@ -97,13 +95,13 @@ def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile
 
         singles, rest = blocks[:SINGLES], blocks[SINGLES:]
         single_store = min(_seconds(put, [[block]]) for block in singles)
-        batch = max(1, min(batch_blocks(block_bytes), len(rest) // LOADERS))
+        batch = max(1, min(batch_blocks(block_bytes), len(rest) // spec.loads_at_once))
         batches = [rest[start : start + batch] for start in range(0, len(rest), batch)]
         size = len(rest) * block_bytes
         store_rate = size / _seconds(put, batches)
         single_load = min(_seconds(get, [[block]]) for block in singles)
         alone = size / _seconds(get, batches)
-        with ThreadPoolExecutor(LOADERS) as threads:
+        with ThreadPoolExecutor(spec.loads_at_once) as threads:
             began = time.perf_counter()
             for _ in threads.map(get, batches):
                 pass
@@ -114,7 +112,7 @@ def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile
         store_bandwidth=_rounded(store_rate),
         load_latency=_rounded(max(0.0, single_load - block_bytes / alone)),
         store_latency=_rounded(max(0.0, single_store - block_bytes / store_rate)),
-        concurrency=LOADERS,
+        concurrency=spec.loads_at_once,
     )
 
 

@@ -194,6 +194,23 @@ def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
     assert all(host.paged[item.target] == item.target for one in others for item in one.items)
 
 
+def test_as_many_loads_run_as_the_tier_may_have_at_once(host: Host, store: Store) -> None:
+    store.gates = {key: threading.Event() for key in keys(0, 5)}
+    made = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False, at_once=4)
+    made.open()
+    made.serve(cast(Guarded, store), b"namespace-16-byt")
+    try:
+        made.begin([job(int(key), key) for key in store.gates], ENDED)
+        wait_for(lambda: len(store.reads) == 4)
+        assert not [load for load in made.ended(idle=True) if load.result.failed]
+        assert len(store.reads) == 4, "the fifth waits for its turn"
+        for gate in store.gates.values():
+            gate.set()
+        assert not any(load.result.failed for load in ended(made, 5))
+    finally:
+        made.close(WAIT_S)
+
+
 @pytest.mark.fault
 def test_what_came_before_the_end_of_a_load_is_used_and_the_rest_is_no_miss(
     loading: Loading, host: Host, store: Store
@@ -343,7 +360,7 @@ def test_what_is_copied_together_fits_one_wave_and_one_generation(
     loading: Loading, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading_module, "WAVE_BYTES", 4 * slot_stride(PAYLOAD))
-    monkeypatch.setattr(loading_module, "LOADERS", 1)
+    monkeypatch.setattr(loading, "_at_once", 1)
     jobs = [resident(0, 10, 3), resident(1, 20, 2), resident(2, 30, 2), resident(3, 40, 9)]
     others = [job(4, *keys(60, 1)), resident(5, 70, 1), resident(6, 80, 1, b"of other weights")]
     loading.begin([*jobs, *others], ENDED)

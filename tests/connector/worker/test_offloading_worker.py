@@ -95,6 +95,17 @@ def test_a_step_looks_at_few_stores_and_reports_the_end_of_each_once(lagging: La
     assert ended == [*range(JOBS)]
 
 
+def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:
+    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4)
+    host = HostSlots(engine, PoolSize(0, 1 << 12, 0, 1), open_copier)
+    spec = GivenSpec.model_validate({"type": "given", "name": "many", "loads_at_once": 5})
+    worker = OffloadingWorker(spec, host, drain=10.0)
+    names = [thread.name for thread in threading.enumerate()]
+    worker.shutdown()
+    for part in ("load", "read"):
+        assert sum(name.startswith(f"kvtiers-{part}-many_") for name in names) == 5
+
+
 WAIT_S = 60.0
 SPACE = b"namespace-16-byt"
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from itertools import compress
 from typing import NamedTuple
 
+from spec.offloading import LOADS_AT_ONCE
 from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
@@ -28,8 +29,6 @@ from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
 
-LOADERS = 2
-"""Loads in flight at once."""
 WAVE_BYTES = 32 << 20
 """Bytes that a loader copies at once from the host pool, while it sees to the next ones: `end`, on
 the engine's thread, waits for two such waves at most."""
@@ -196,8 +195,17 @@ class Loading:
     `verify`: load blocks of the host pool only if they match their checksums.
     """
 
-    def __init__(self, tier: str, host: HostSlots, rate_limit: RateLimit, verify: bool) -> None:
+    def __init__(
+        self,
+        tier: str,
+        host: HostSlots,
+        rate_limit: RateLimit,
+        verify: bool,
+        at_once: int = LOADS_AT_ONCE,
+    ) -> None:
         self._tier = tier
+        self._at_once = at_once
+        """Loads that run; the others wait for their turn."""
         self._host = host
         self._store: Guarded | None = None
         self._namespace = b""
@@ -212,8 +220,8 @@ class Loading:
         self._loads: list[tuple[Load, Future[None]]] = []
         self._pace, self._hope = LatencyModel(), HOPE
         self._bounces: list[SlotMemory] = []
-        self._threads = io_executor(LOADERS, f"load-{tier}")
-        self._readers = io_executor(LOADERS, f"read-{tier}")
+        self._threads = io_executor(at_once, f"load-{tier}")
+        self._readers = io_executor(at_once, f"read-{tier}")
 
     def open(self) -> None:
         """Allocate the memory through which stores' blocks pass; the paged KV is registered. Raises
@@ -226,7 +234,7 @@ class Loading:
         rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
         # Touched now: a first load would take twice as long otherwise.
         try:
-            for _ in range(LOADERS * BOUNCES):
+            for _ in range(self._at_once * BOUNCES):
                 self._bounces.append(SlotMemory(rows, payload, copier.pin, True, cpus=copier.cpus))
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
@@ -295,12 +303,12 @@ class Loading:
     @property
     def threads(self) -> int:
         """Threads that have loads of which `ended` has not told yet."""
-        return min(LOADERS, len({future for _, future in self._loads}))
+        return min(self._at_once, len({future for _, future in self._loads}))
 
     def _others_wait(self) -> bool:
         """Whether a load waits for its turn behind those that run. Where none does, dropping one
         helps nobody, and paces of before would stay the last word on the tier."""
-        return len({future for _, future in self._loads if not future.done()}) > LOADERS
+        return len({future for _, future in self._loads if not future.done()}) > self._at_once
 
     def _load_items(self, loads: Sequence[Load], fence: Fence) -> None:
         """Load all that these have in the host pool, and what the one load has in a store."""

@@ -15,7 +15,7 @@ import torch
 
 from spec.errors import describe_error
 from spec.fields import format_size
-from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
+from spec.offloading import LOADS_AT_ONCE, HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.numa import bound
 from tiers.concurrency.rate_limit import RateLimit
@@ -253,7 +253,8 @@ class OffloadingWorker(WorkerConnector):
             logger, f"tier {self._log_name!r}", "stores failed on this worker", logging.ERROR
         )
         load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
-        self._loading = Loading(self._log_name, host, load_rate, self._verify)
+        at_once = spec.loads_at_once if spec else LOADS_AT_ONCE
+        self._loading = Loading(self._log_name, host, load_rate, self._verify, at_once)
         self._filling = Filling(name, host, load_rate)
         if self._verify or spec is not None:
             host.keep_checksums()

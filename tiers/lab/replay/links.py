@@ -148,7 +148,10 @@ class LinkedSpec(StoreSpec):
         """Put a tier behind a link, which keeps its rates."""
         admission = {
             name: getattr(inner, name)
-            for name in ("store_threshold", "max_inflight", "write_budget", "encryption")
+            for name in (
+                *("store_threshold", "max_inflight", "write_budget", "encryption"),
+                "loads_at_once",
+            )
         }
         kind: type[LinkedSpec] = type(
             cls.__name__,
