@@ -249,6 +249,8 @@ def _on_pages(payload: memoryview) -> bool:
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
     """Return what is left of the parts after their first `done` bytes."""
+    if done == sum(map(len, parts)):
+        return []
     left = []
     for part in parts:
         if done < len(part):
