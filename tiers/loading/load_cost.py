@@ -40,10 +40,8 @@ class LoadCost:
 
     A sample is what the slowest rank's load took, from its first byte to its last: neither its wait
     for other loads, which is estimated from those in flight, nor the engine's steps, which
-    a long prefill of another request would else charge to the tier. What the engine takes at the
-    least, to order a load and to go on with its request, is a part of each: a few milliseconds, in
-    which it computes a short prefix. A tier counts as twice as slow with each failed load in a row.
-    Used by one thread alone; `now` gives seconds, never going back.
+    a long prefill of another request would else charge to the tier. A tier counts as twice as slow
+    with each failed load in a row. Used by one thread alone; `now` gives seconds, never going back.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -112,8 +110,9 @@ class LoadCost:
         return {"load_latency_seconds": line.fixed, **rate}
 
     @property
-    def _engine(self) -> float:
-        """Seconds that the engine takes for a load at the least, beside the load's own."""
+    def engine_seconds(self) -> float:
+        """What the engine takes at the least to order a load and to go on with its request, beside
+        the load's own seconds: a few milliseconds, in which it computes a short prefix."""
         return min(self._engines, default=0.0)
 
     @property
@@ -136,7 +135,7 @@ class LoadCost:
         if line is None:
             return self._oldest()
         alone = line.seconds(tokens) * self._doubt
-        return max(self._ahead(line) + alone + self._engine, self._overdue(line))
+        return max(self._ahead(line) + alone, self._overdue(line))
 
     def pace(self, tokens: int) -> LinkCost | None:
         """How soon the tier delivers blocks of `tokens`; None: not measured yet.
@@ -150,8 +149,7 @@ class LoadCost:
             return None
         ready = self._overdue(line) or self._ahead(line)
         each = max(line.each * tokens, LEAST_SECONDS)
-        fixed = line.fixed * self._doubt + self._engine
-        return LinkCost(ready + fixed, each * self._doubt)
+        return LinkCost(ready + line.fixed * self._doubt, each * self._doubt)
 
     def _ahead(self, line: LinearFit) -> float:
         """Seconds until the tier turns to a load that is ordered now: each before it costs its
