@@ -144,7 +144,7 @@ def test_the_page_of_plugins_from_an_empty_environment(tmp_path: Path) -> None:
     """docs/plugins.md, as a stranger follows it."""
     shown = blocks((ROOT / "docs" / "plugins.md").read_text())
     made = Environment(tmp_path)
-    store, kit, _ = (block.text for block in shown if block.language == "python")
+    store, kit, *_ = (block.text for block in shown if block.language == "python")
     (project,) = (block.text for block in shown if block.language == "toml")
     (chain,) = (block.text for block in shown if block.language == "yaml")
     (made.folder / "folder_tier.py").write_text(store)
