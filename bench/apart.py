@@ -25,14 +25,20 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from bench.e2e import BLOCK_TOKENS, TINY
+from bench import engine_models
+from bench.e2e import BLOCK_TOKENS
 from bench.report import machine
 from bench.serve import Engine
 
 SAID, ANSWER = 200, 16
 """Tokens that a user says in a turn, and those of the answer."""
-SMALL = {**TINY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
-SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+EIGHT_LAYERS = {
+    **engine_models.SMALL,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -77,7 +83,6 @@ def engine(
     made = Engine(
         environment,
         model=str(model),
-        load_format="dummy",
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=BLOCK_TOKENS,
@@ -139,8 +144,8 @@ def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
     sides: dict[str, list[Turn]] = {}
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         server: Any = stack.enter_context(ValkeyServer())
-        model = Path(place)
-        (model / "config.json").write_text(json.dumps(TINY if smoke else SMALL))
+        shape = engine_models.SMALL if smoke else EIGHT_LAYERS
+        model = engine_models.write_model(Path(place), shape, "float32")
         chain = with_chain(f"redis://127.0.0.1:{server.port}", model)
         for name, transfer in (("nixl", {**NIXL, **BOTH}), ("chain", chain)):
             with (
