@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spec.offloading import LOADS_AT_ONCE
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.policy.request_state import RequestTable
@@ -21,7 +22,7 @@ from tiers.loading.comparison import (
     Verdict,
     Wish,
 )
-from tiers.loading.load_cost import ABREAST, LEAST_TOKENS, LinearFit, LoadCost
+from tiers.loading.load_cost import LEAST_TOKENS, LinearFit, LoadCost
 from tiers.tuning.simulation.loads import SimPlan
 
 BLOCK = 16
@@ -444,11 +445,11 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(load
     made = far_away()
     meter, clock = made.meters[0], made.clock
     running: list[tuple[float, int]] = []
-    free = [clock.now] * ABREAST
+    free = [clock.now] * LOADS_AT_ONCE
     hits, late, began = 0, [], clock.now
     for job in range(1, 2001):
         blocks = LENGTHS[job % len(LENGTHS)]
-        clock.now = began + job * FAR[0] / ABREAST / load
+        clock.now = began + job * FAR[0] / LOADS_AT_ONCE / load
         while running and running[0][0] <= clock.now:
             meter.ended(-running.pop(0)[1], FAR[0], whole=True)
         meter.stepped()

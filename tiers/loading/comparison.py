@@ -203,8 +203,8 @@ class Comparison:
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
             load, worth = ends[last], plan.tokens * crowded
-            whole = load + max(self.meters[tier].engine_seconds for tier in ends)
-            pays = load <= wish.left and (not crowded or whole * (1 + MARGIN) < worth)
+            waits = load + max(self.meters[tier].engine_seconds for tier in ends)
+            pays = load <= wish.left and (not crowded or waits * (1 + MARGIN) < worth)
             if pays and (best.plan is None or worth - load > best.saved):
                 best = Verdict(plan, load, worth - load)
                 if not crowded or load <= ENOUGH * worth:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from spec.offloading import LOADS_AT_ONCE
 from tiers.loading.shares import LinkCost
 
-ABREAST = 2
-"""Loads that a worker runs at once, for each tier."""
 LEAST_TOKENS = 64
 """Of the shortest load by which a tier is probed."""
 MOST_DOUBT = 10
@@ -20,8 +19,6 @@ MOST_DOUBT = 10
 times slower than measured."""
 LEAST_SECONDS = 1e-9
 """For a block, where a fit has no cost."""
-
-
 HEARD = 64
 """Loads of which the one that the engine took least time for, beside its own, counts."""
 
@@ -92,7 +89,7 @@ class LoadCost:
         if tokens and seconds > 0:
             # What moved beside it, from its beginning or to its end, took a part of the tier.
             others = (load.shared + bool(self._loads)) / 2
-            self._pace.add(tokens, seconds / (1 + others * (ABREAST - 1)))
+            self._pace.add(tokens, seconds / (1 + others * (LOADS_AT_ONCE - 1)))
         if whole and not load.shared and not self._loads:
             self._engines.append(max(0.0, self._now() - load.ordered - seconds))
 
@@ -154,7 +151,7 @@ class LoadCost:
     def _ahead(self, line: LinearFit) -> float:
         """Seconds until the tier turns to a load that is ordered now: each before it costs its
         fixed time, and those that run are half done, in the mean."""
-        running = [load.tokens for load in islice(self._loads.values(), ABREAST)]
+        running = [load.tokens for load in islice(self._loads.values(), LOADS_AT_ONCE)]
         loads = len(self._loads) - len(running) / 2
         return loads * line.fixed + (self._queued - sum(running) / 2) * line.each
 

@@ -270,7 +270,7 @@ class PackStore:
         if count is None:
             return None
         if count < INDEX_BYTES and not time_left():
-            raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
+            raise self._late()
         try:
             index = parse_index(memoryview(data)[:count])
             if not index.matches([key]):
@@ -375,7 +375,10 @@ class PackStore:
 
     def _require_time(self, deadline: Deadline) -> None:
         if deadline.is_over:
-            raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
+            raise self._late()
+
+    def _late(self) -> TierUnavailable:
+        return TierUnavailable(f"{self._bucket.describe()}: no answer in time")
 
     def _each(
         self, call: Callable[[T], R | None], some: Sequence[T], deadline: Deadline
@@ -384,8 +387,7 @@ class PackStore:
         that was raised, if any was. Waits for all that has begun."""
 
         def in_time(one: T) -> R | None:
-            if deadline.is_over:
-                raise TierUnavailable(f"{self._bucket.describe()}: no answer in time")
+            self._require_time(deadline)
             return call(one)
 
         # In this call's context: they see how long its caller waits.

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiers.loading.load_cost import ABREAST, LoadCost
+from spec.offloading import LOADS_AT_ONCE
+from tiers.loading.load_cost import LoadCost
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Offer, Prompt, Workload
 
@@ -100,7 +101,7 @@ class SimulatedTier:
         """As the chain would have measured its loads by now."""
         self._loads: deque[_TimedLoad] = deque()
         self._jobs = 0
-        self._loaders = [0.0] * ABREAST
+        self._loaders = [0.0] * LOADS_AT_ONCE
         """When each of the worker's loaders is free."""
         self._store_free = 0.0
         self.delay = 0.0
@@ -128,7 +129,7 @@ class SimulatedTier:
         if settings.shared_link:
             # Blocks take turns for as long as both have something to move, and loads two at a time.
             backlog = max(0.0, self._store_free + self.delay - begin)
-            loads = came if begin == now else came / ABREAST
+            loads = came if begin == now else came / LOADS_AT_ONCE
             turns = min(loads, backlog / settings.store_seconds)
             self.delay += turns * each
             busy += turns * settings.store_seconds
