@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiers.errors import RecordError
+from tiers.errors import OtherFormat, RecordError
 
 FORMAT_VERSION = 1
+"""Part of each namespace, so that engines of two formats do not meet each other's records."""
 NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 128
 """Longest key, its namespace included."""
@@ -121,31 +122,24 @@ def _pack(key: bytes, codec: int, payload_bytes: int, stored_bytes: int, checksu
 
 
 def parse_header(data: Buffer) -> Header:
-    """Read a header. Raises RecordError unless every byte of it is as it was packed."""
+    """Read a header. Raises RecordError unless every byte of it is as it was packed, and
+    OtherFormat, which is one, if another version of kvtiers packed it."""
     if len(data) < HEADER_BYTES:
         raise RecordError(f"header of {len(data)} bytes, {HEADER_BYTES} expected")
     fields = bytes(data[: _FIELDS.size])
     (found,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
     if found != xxhash.xxh3_64_intdigest(fields):
         raise RecordError("header checksum differs")
-    if data[_CHECKED_BYTES:HEADER_BYTES] != _PADDING:
-        raise RecordError("header padding is not zero")
     magic, version, codec, kind, key_len, _, payload, stored, checksum, space, rest = (
         _FIELDS.unpack(fields)
     )
-    if magic != MAGIC or version != FORMAT_VERSION or kind != _CHECKSUM_XXH3_128:
-        raise RecordError(f"not a record of format {FORMAT_VERSION}")
+    if magic != MAGIC:
+        raise RecordError("not a record")
+    if version != FORMAT_VERSION or kind != _CHECKSUM_XXH3_128:
+        raise OtherFormat(f"not a record of format {FORMAT_VERSION}")
+    if data[_CHECKED_BYTES:HEADER_BYTES] != _PADDING:
+        raise RecordError("header padding is not zero")
     return Header(space + rest[: key_len - NAMESPACE_BYTES], codec, payload, stored, checksum)
-
-
-def is_other_format(data: Buffer) -> bool:
-    """Whether a whole header is that of a record of another format than this version's."""
-    if len(data) < HEADER_BYTES:
-        return False
-    fields = bytes(data[: _FIELDS.size])
-    (found,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
-    is_whole: bool = found == xxhash.xxh3_64_intdigest(fields)
-    return is_whole and fields[len(MAGIC) : len(MAGIC) + 2] != FORMAT_VERSION.to_bytes(2, "little")
 
 
 def expect(data: Buffer, key: bytes, payload_bytes: int) -> Header:

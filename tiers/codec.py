@@ -19,7 +19,7 @@ import torch
 import zstandard
 
 from tiers.block import Buffer, address_of
-from tiers.errors import RecordError
+from tiers.errors import OtherFormat, RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ class Encoder:
 
 
 def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
-    """Decode `stored` into `payload`, which it must fill exactly. Raises RecordError."""
+    """Decode `stored` into `payload`, which it must fill exactly. Raises RecordError, and
+    OtherFormat for a codec of a later version."""
     if codec == CODECS["none"]:
         if len(stored) != len(payload):
             raise RecordError(f"{len(stored)} bytes for a payload of {len(payload)}")
@@ -103,7 +104,7 @@ def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
     elif codec == CODECS["byteplanes"]:
         _join(stored, payload)
     else:
-        raise RecordError(f"unknown codec {codec}")
+        raise OtherFormat(f"unknown codec {codec}")
 
 
 def _compress(payload: Buffer) -> bytes:

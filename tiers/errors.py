@@ -8,6 +8,7 @@ KVTiersError             (in spec/errors.py)
 │   ├── TierUnusable     not as it is configured: logged once at open, the chain works without it
 │   └── TierNotOpen      not now: its place is missing, full or read-only; tried again
 ├── RecordError          bytes that are not the record they should be
+│   └── OtherFormat      whole ones, as another version of kvtiers writes them
 ├── TraceError           a file that is no trace; has the file and line
 └── RecordingError       requests can't be recorded for now
 
@@ -42,6 +43,11 @@ class TierNotOpen(TierError):
 
 class RecordError(KVTiersError):
     """Stored bytes are not the record they were looked up as."""
+
+
+class OtherFormat(RecordError):
+    """Stored bytes are whole, and of a format that another version of kvtiers reads: its engines
+    still use them, so they are no damage, and nobody drops them."""
 
 
 class TraceError(KVTiersError):

@@ -18,7 +18,7 @@ import pytest
 from tests.support.redis_verbs import PAYLOAD, get, is_up, name, opened, put
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import wait_until
-from tiers.block import HEADER_BYTES
+from tiers.block import HEADER_BYTES, pack_header
 from tiers.errors import TierUnavailable
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
@@ -55,6 +55,24 @@ def test_a_key_of_another_type_is_a_miss_and_heals(shared_server: RedisServer) -
         assert get(store, key, good) == [False, True]
         assert put(store, key) == [True]
         assert get(store, key) == [True]
+
+
+@pytest.mark.fault
+def test_a_value_of_a_later_version_is_a_miss_and_stays(
+    shared_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of a codec that is not known yet, as engines are upgraded one by one."""
+    caplog.set_level(logging.WARNING)
+    keys = [make_key() for _ in range(3)]
+    client, stored = shared_server.client(), bytes(100)
+    for key in keys:
+        client.set(name(key), pack_header(key, PAYLOAD, stored, codec=9) + stored)
+    with opened(shared_server.url) as store:
+        assert get(store, *keys) == [False] * 3
+        assert store.damaged() == 0
+        assert store.has(keys) == [True] * 3
+    said = [line for line in caplog.messages if "another version of kvtiers" in line]
+    assert len(said) == 1 and "codec 9" in said[0]
 
 
 def test_ttl_is_set_and_starts_anew_when_stored_again(shared_server: RedisServer) -> None:

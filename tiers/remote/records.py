@@ -17,11 +17,10 @@ from tiers.block import (
     MAX_KEY_BYTES,
     NAMESPACE_BYTES,
     digest,
-    is_other_format,
     parse_header,
     verify,
 )
-from tiers.errors import RecordError, TierUnavailable
+from tiers.errors import OtherFormat, RecordError, TierUnavailable
 from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
@@ -299,9 +298,11 @@ def _payload_bytes(key: bytes, front: bytes, size: int) -> int:
         return 0
     try:
         return parse_header(front).payload_bytes
+    except OtherFormat:
+        return 0
     except RecordError:
         like_ours = sum(map(eq, front, MAGIC)) >= len(MAGIC) - 1
-        return max(1, size - HEADER_BYTES) if like_ours and not is_other_format(front) else 0
+        return max(1, size - HEADER_BYTES) if like_ours else 0
 
 
 def _unlink_watched(stream: Stream, name: bytes) -> bool:

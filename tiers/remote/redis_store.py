@@ -14,7 +14,8 @@ from contextlib import suppress
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
 from tiers.concurrency.counter import LockedCounter
-from tiers.errors import RecordError, TierUnavailable, TierUnusable
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.errors import OtherFormat, RecordError, TierUnavailable, TierUnusable
 from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
 from tiers.remote.pools import ConnectionSettings, reason
@@ -40,7 +41,8 @@ class RedisStore:
     """A TierStore whose blocks live in a server, or several, that others share.
 
     Each block is one value: the header of `tiers.block`, then the payload as its codec stored it.
-    A value that does not verify is a miss, and is dropped, so that the next `put` replaces it.
+    A value that does not verify is a miss, and is dropped, so that the next `put` replaces it. One
+    that only a later version can read is a miss, and stays.
     Thread-safe; a forked child connects anew.
 
     A verb ends after `timeout`, plus `EACH` seconds a block and a second for each `SLOWEST` bytes,
@@ -76,6 +78,7 @@ class RedisStore:
         self._topology = open_topology(settings, timeout)
         self._window = Window()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
+        self._others = RepeatedLog(logger, self._place, "values of another version were met")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._ask(self._names(keys), "reads", self._limit(len(keys)), b"EXISTS")
@@ -112,6 +115,7 @@ class RedisStore:
         arrived when the server failed. Raises TierUnavailable if none arrived."""
         hits = [False] * len(blocks)
         came: set[int] = set()
+        spoilt: set[bytes] = set()
         names = self._names(block.key for block in blocks)
         deadline = self._limit_of(blocks)
 
@@ -122,7 +126,15 @@ class RedisStore:
 
             def on_value(at: int, record: Record | None) -> None:
                 came.add(here[at])
-                hits[here[at]] = record is not None and self._fill(blocks[here[at]], record)
+                try:
+                    self._fill(blocks[here[at]], record)
+                except OtherFormat as error:
+                    line = "%s: a value of another version of kvtiers is a miss, and stays: %s"
+                    self._others.log(line, self._place, error)
+                except RecordError:
+                    spoilt.add(names[here[at]])
+                else:
+                    hits[here[at]] = True
 
             if here:
                 requests = [GetRequest(names[index], blocks[index].payload) for index in here]
@@ -134,7 +146,6 @@ class RedisStore:
             if not any(hits):
                 raise
             logger.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
-        spoilt = {names[index] for index in came if not hits[index]}
         self._damaged.count("value", len(spoilt))
         # If this fails, loaded blocks stay loaded: the next load finds the spoilt values again.
         with suppress(TierUnavailable):
@@ -170,15 +181,14 @@ class RedisStore:
     def _limit_of(self, blocks: Sequence[Block]) -> Deadline:
         return self._limit(len(blocks), len(blocks) * self._payload_bytes)
 
-    def _fill(self, block: Block, record: Record) -> bool:
-        try:
-            header = expect(record.header, block.key, self._payload_bytes)
-            verify(header, record.stored, record.checksum)
-            if record.stored is not block.payload or header.codec != CODECS["none"]:
-                decode(header.codec, record.stored, block.payload)
-        except RecordError:
-            return False
-        return True
+    def _fill(self, block: Block, record: Record | None) -> None:
+        """Fill the block's payload. Raises RecordError."""
+        if record is None:
+            raise RecordError("the value has another length, or is of another type")
+        header = expect(record.header, block.key, self._payload_bytes)
+        verify(header, record.stored, record.checksum)
+        if record.stored is not block.payload or header.codec != CODECS["none"]:
+            decode(header.codec, record.stored, block.payload)
 
     def _record(self, block: Block) -> Record:
         codec, stored = self._encoder.encode(block.payload)

@@ -51,7 +51,7 @@ def test_a_server_that_replaces_what_is_there_is_no_place_for_packs(
 def test_a_server_that_refuses_is_an_error_with_its_remedy(why: str, remedy: str) -> None:
     class Refusing(ObstoreBucket):
         def __init__(self) -> None:
-            pass
+            self._place = "s3://b"
 
         def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
             raise TierUnavailable(f"s3://b: {why}")

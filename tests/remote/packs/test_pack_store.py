@@ -1,14 +1,18 @@
-"""A store of packs over a bucket that takes its time."""
+"""A store of packs over a bucket that takes its time, or has packs of a later version."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.support.clock import wait_for
 from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.packs import pack
 from tiers.remote.packs.pack_store import PackStore
 from tiers.testing import Memory, make_key
 
@@ -48,3 +52,35 @@ def test_many_are_dropped_at_once_and_look_ups_go_on(tmp_path: Path) -> None:
     finally:
         bucket.may_delete.set()
         store.close()
+
+
+@pytest.mark.fault
+def test_a_pack_of_a_later_version_is_a_miss_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else, as engines are upgraded one by one, the old ones delete all that the new ones store."""
+    caplog.set_level(logging.WARNING)
+    place = tmp_path / "shared"
+    place.mkdir(0o700)
+    keys = [make_key() for _ in range(3)]
+
+    def opened() -> PackStore:
+        return PackStore(DirectoryBucket(place), PAYLOAD, timeout=60, connections=CONNECTIONS)
+
+    with monkeypatch.context() as later:
+        later.setattr(pack, "PACK_VERSION", pack.PACK_VERSION + 1)
+        new = opened()
+        assert all(new.put(Memory(keys, PAYLOAD).fill().blocks))
+    old = opened()
+    assert not any(old.has(keys)) and not any(old.put(Memory(keys, PAYLOAD).fill().blocks))
+    for key in keys:  # a record in it that verifies may be served
+        memory = Memory([key], PAYLOAD)
+        assert old.get(memory.blocks) in ([False], [memory.holds(0)])
+    assert old.damaged() == 0
+    assert sum("another version of kvtiers" in line for line in caplog.messages) == 1
+    old.close()
+    new.close()
+    monkeypatch.setattr(pack, "PACK_VERSION", pack.PACK_VERSION + 1)
+    new = opened()
+    assert all(new.has(keys)), "the old version has left them alone"
+    new.close()

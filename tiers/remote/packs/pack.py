@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import xxhash
 
 from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, Buffer, digest
-from tiers.errors import RecordError
+from tiers.errors import OtherFormat, RecordError
 
 PACK_VERSION = 1
+"""Of the form, which each form names where this one does, in an index as long with its checksum at
+the end: engines of another version leave such packs alone. A later form is to have other names
+(`name_of`), too, so that neither version keeps the other from storing."""
 MAX_PACK_BLOCKS = 64
 """As many as one `put` is given."""
 
@@ -95,7 +98,8 @@ def pack_index(keys: Sequence[bytes], payload_bytes: int) -> bytes:
 
 
 def parse_index(data: Buffer) -> Index:
-    """Read an index. Raises RecordError unless every byte of it is as it was packed."""
+    """Read an index. Raises RecordError unless every byte of it is as it was packed, and
+    OtherFormat, which is one, if another version of kvtiers packed it."""
     if len(data) < INDEX_BYTES:
         raise RecordError(f"pack of {len(data)} bytes, {INDEX_BYTES} at least expected")
     body = bytes(data[: INDEX_BYTES - _CHECKSUM.size])
@@ -103,7 +107,9 @@ def parse_index(data: Buffer) -> Index:
     if found != xxhash.xxh3_64_intdigest(body):
         raise RecordError("the checksum of a pack's index differs")
     magic, version, count, _, payload_bytes = _FIELDS.unpack_from(body)
-    if magic != _MAGIC or version != PACK_VERSION or not 0 < count <= MAX_PACK_BLOCKS:
-        raise RecordError(f"not a pack of format {PACK_VERSION}")
+    if magic == _MAGIC and version != PACK_VERSION:
+        raise OtherFormat(f"a pack of format {version}; this version reads {PACK_VERSION}")
+    if magic != _MAGIC or not 0 < count <= MAX_PACK_BLOCKS:
+        raise RecordError("not a pack")
     start = _FIELDS.size
     return Index(body[start : start + count * _DIGEST_BYTES], payload_bytes)

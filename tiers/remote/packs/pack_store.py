@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 from tiers.block import HEADER_BYTES, Buffer, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor, settle
-from tiers.errors import RecordError, TierError, TierUnavailable
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.known import KnownPacks
@@ -74,9 +75,10 @@ class PackStore:
     """A TierStore whose blocks lie in packs of a bucket, which others share. Thread-safe.
 
     A block that does not verify is a miss, and its pack is deleted, so that the next `put` stores
-    it anew. `drop` deletes whole packs: those that begin with a key, and those known to have it. A
-    verb begins nothing after `timeout`, plus `EACH` seconds a key and one for each `SLOWEST` bytes;
-    it waits for what it has begun. Verbs raise TierUnavailable where the bucket does not answer.
+    it anew; one of another version is a miss, and stays. `drop` deletes whole packs: those that
+    begin with a key, and those known to have it. A verb begins nothing after `timeout`, plus `EACH`
+    seconds a key and one for each `SLOWEST` bytes; it waits for what it has begun. Verbs raise
+    TierUnavailable where the bucket does not answer.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class PackStore:
         self._threads = io_executor(connections, "packs")
         self._known = KnownPacks()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
+        self._others = RepeatedLog(logger, bucket.describe(), "packs of another version were met")
 
     # -- verbs -------------------------------------------------------------------------------
 
@@ -275,6 +278,10 @@ class PackStore:
             index = parse_index(memoryview(data)[:count])
             if not index.matches([key]):
                 raise RecordError("the pack begins with another block")
+        except OtherFormat as error:
+            line = "%s: what another version of kvtiers stored is a miss, and stays: %s"
+            self._others.log(line, self._bucket.describe(), error)
+            return None
         except RecordError as error:
             logger.debug("pack %s: %s", name, error)
             self._damaged.count("index")
