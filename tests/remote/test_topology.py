@@ -124,11 +124,11 @@ def test_a_value_that_came_is_not_asked_for_again_where_another_has_moved(
     loaded: list[bytes] = []
     fill = store._fill
 
-    def count(block: Block, record: Record) -> bool:
+    def count(block: Block, record: Record | None) -> None:
         loaded.append(block.key)
         if block.key == gone:  # it is evicted before the map is asked for again
             nodes[0].client().delete(name(gone))
-        return fill(block, record)
+        fill(block, record)
 
     monkeypatch.setattr(store, "_fill", count)
     try:
