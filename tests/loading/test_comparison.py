@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from spec.load import load_chain
 from spec.offloading import LOADS_AT_ONCE
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
+from tiers.connector.assembly import scheduler_parts
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.loading.comparison import (
@@ -40,13 +42,14 @@ class World:
         prefill: float = 1000.0,
         always: bool = False,
         engine: float = 0.0,
+        at_once: int = LOADS_AT_ONCE,
     ) -> None:
         """`engine`: seconds from the end of a load until the engine goes on."""
         self.engine = engine
         self.clock = Clock(1000.0)
         self.links = list(links)
         self.prefill = prefill
-        self.meters = {child: LoadCost(self.clock) for child in range(len(links))}
+        self.meters = {child: LoadCost(self.clock, at_once) for child in range(len(links))}
         self.comparison = Comparison(BLOCK, self.meters, self.clock, always)
         self._jobs = iter(range(1_000_000))
 
@@ -413,8 +416,9 @@ FAR = (0.2, 1e6)
 LENGTHS = (20, 40, 128)
 
 
-def far_away() -> World:
-    made = world(FAR)
+def far_away(at_once: int = LOADS_AT_ONCE) -> World:
+    made = World(FAR, at_once=at_once)
+    made.run(has=[0])
     for blocks in LENGTHS * 2:
         made.run(blocks)
     return made
@@ -439,17 +443,19 @@ def test_each_load_that_is_queued_costs_its_latency() -> None:
     assert pace is not None and pace.ready > 0.95, "it does not hang: six loads take as long"
 
 
-@pytest.mark.parametrize("load", [0.5, 1.5, 4.0])
-def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(load: float) -> None:
-    """They come at so many times what two loaders carry."""
-    made = far_away()
+@pytest.mark.parametrize(("load", "at_once"), [(0.5, 2), (1.5, 2), (4.0, 2), (0.9, 8), (0.9, 16)])
+def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
+    load: float, at_once: int
+) -> None:
+    """They come at so many times what its loaders carry."""
+    made = far_away(at_once)
     meter, clock = made.meters[0], made.clock
     running: list[tuple[float, int]] = []
-    free = [clock.now] * LOADS_AT_ONCE
+    free = [clock.now] * at_once
     hits, late, began = 0, [], clock.now
     for job in range(1, 2001):
         blocks = LENGTHS[job % len(LENGTHS)]
-        clock.now = began + job * FAR[0] / LOADS_AT_ONCE / load
+        clock.now = began + job * FAR[0] / at_once / load
         while running and running[0][0] <= clock.now:
             meter.ended(-running.pop(0)[1], FAR[0], whole=True)
         meter.stepped()
@@ -464,6 +470,37 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(load
             hits += 1
     assert max(late) < 1.1
     assert hits > 0.8 * min(2000, 2000 / load)
+
+
+def test_the_ninth_load_of_a_tier_that_loads_eight_at_once_waits_for_half_of_each() -> None:
+    """Where two run at once, the other six are still to come."""
+    tiers = [
+        {"type": "cpu", "capacity": "1MiB"},
+        {"type": "disk", "capacity": "1MiB", "path": "/nowhere", "loads_at_once": 8},
+    ]
+    chain = load_chain({"version": 1, "tiers": tiers})
+    made = scheduler_parts(chain, EngineInfo({}, BLOCK, BLOCK, num_blocks=8), Clock())
+    for tier, waits in zip(made.children, (7.0, 4.0), strict=True):
+        cost = tier.load_cost
+        cost.began(-1, 1000)
+        cost.ended(-1, 1.0, whole=True)
+        for job in range(8):
+            cost.began(job, 1000)
+        assert cost.seconds(1000) == pytest.approx(waits + 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_loads_that_run_beside_each_other_have_a_part_of_the_tier_each(at_once: int) -> None:
+    """A tier that carries a thousand tokens a second has twenty loads of as many, one of which
+    begins as another ends."""
+    made = World((0.0, 1000.0), at_once=at_once)
+    meter = made.meters[0]
+    for job in range(60):
+        meter.began(job, 1000)
+        if job >= 20:
+            meter.ended(job - 20, at_once, whole=True)
+    assert meter.line is not None
+    assert meter.line.seconds(1000) == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_load_that_takes_no_longer_than_it_should_delays_no_other_for_longer() -> None:

@@ -98,6 +98,17 @@ def test_the_simulation_agrees_where_loads_share_a_link_with_slower_stores() -> 
     assert simulated.ttft_mean == pytest.approx(real.ttft_mean, rel=0.05)
 
 
+def test_the_simulation_agrees_on_loads_at_once() -> None:
+    """Of a tier whose loads wait for their first bytes; two at once would wait for each other."""
+    link = TierProfile(load_bandwidth=80e6, store_bandwidth=8e6, load_latency=0.4)
+    far = machine(engine_cache=100 * BLOCK_BYTES, gpus=2, tiers={"disk": link})
+    tiers, requests = chain(disk(1000, loads_at_once=8)), chats(5, every=60.0)
+    real, simulated = (serve(requests, SIZE, tiers, far) for serve in (replay, simulate))
+    assert real.tier_hit_tokens > 0
+    assert_agree(real, simulated)
+    assert simulated.ttft_mean == pytest.approx(real.ttft_mean, rel=0.05)
+
+
 @pytest.mark.parametrize("store", ["all", "prompt"])
 def test_the_simulation_agrees_on_answers(store: str) -> None:
     """The engine keeps what an answer filled, and so do tiers, if they are let."""

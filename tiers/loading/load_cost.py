@@ -26,7 +26,7 @@ HEARD = 64
 @dataclass
 class _Load:
     tokens: int
-    shared: bool
+    beside: int
     ordered: float
     steps: int = 0
     began: float = math.inf
@@ -39,10 +39,12 @@ class LoadCost:
     for other loads, which is estimated from those in flight, nor the engine's steps, which
     a long prefill of another request would else charge to the tier. A tier counts as twice as slow
     with each failed load in a row. Used by one thread alone; `now` gives seconds, never going back.
+    `at_once`: loads that run together; the others wait.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], at_once: int = LOADS_AT_ONCE) -> None:
         self._now = now
+        self._at_once = at_once
         self._pace = LatencyModel()
         self._loads: dict[int, _Load] = {}
         self._queued = 0
@@ -52,7 +54,7 @@ class LoadCost:
         """Loads in a row that did not bring all they should."""
 
     def began(self, job_id: int, tokens: int) -> None:
-        self._loads[job_id] = _Load(tokens, bool(self._loads), self._now())
+        self._loads[job_id] = _Load(tokens, self._beside, self._now())
         self._queued += tokens
 
     def stepped(self) -> None:
@@ -88,9 +90,9 @@ class LoadCost:
         tokens = load.tokens if whole or (slow and not arrived) else arrived
         if tokens and seconds > 0:
             # What moved beside it, from its beginning or to its end, took a part of the tier.
-            others = (load.shared + bool(self._loads)) / 2
-            self._pace.add(tokens, seconds / (1 + others * (LOADS_AT_ONCE - 1)))
-        if whole and not load.shared and not self._loads:
+            others = (load.beside + self._beside) / 2
+            self._pace.add(tokens, seconds / (1 + others))
+        if whole and not load.beside and not self._loads:
             self._engines.append(max(0.0, self._now() - load.ordered - seconds))
 
     @property
@@ -148,10 +150,15 @@ class LoadCost:
         each = max(line.each * tokens, LEAST_SECONDS)
         return LinkCost(ready + line.fixed * self._doubt, each * self._doubt)
 
+    @property
+    def _beside(self) -> int:
+        """Loads that run beside one that begins or ends now."""
+        return min(len(self._loads), self._at_once - 1)
+
     def _ahead(self, line: LinearFit) -> float:
         """Seconds until the tier turns to a load that is ordered now: each before it costs its
         fixed time, and those that run are half done, in the mean."""
-        running = [load.tokens for load in islice(self._loads.values(), LOADS_AT_ONCE)]
+        running = [load.tokens for load in islice(self._loads.values(), self._at_once)]
         loads = len(self._loads) - len(running) / 2
         return loads * line.fixed + (self._queued - sum(running) / 2) * line.each
 

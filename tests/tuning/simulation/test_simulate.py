@@ -10,6 +10,7 @@ import pytest
 
 from spec.chain import LOAD_POLICIES
 from spec.errors import SpecError
+from spec.load import load_chain
 from tests.lab.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
@@ -147,3 +148,32 @@ def test_a_loaded_prompt_makes_room_for_one_before_it() -> None:
     assert report.requests == 6
     assert blocks_of(report) == [6]
     assert report.engine_hit_tokens == 3 * SIZE
+
+
+@pytest.mark.parametrize(("at_once", "waits"), [(2, 1 + 2 + 3 + 4), (8, 4 * 1)])
+def test_as_many_loads_run_at_once_as_the_spec_says(at_once: int, waits: int) -> None:
+    """Eight prompts at once, each with a block of its own that was stored before."""
+    disk = {"type": "disk", "path": "/nowhere", "capacity": "1MiB", "loads_at_once": at_once}
+    chain = load_chain({"version": 1, "load_when": "always", "tiers": [disk]})
+    trace = [TraceRequest(second * 1e6, SIZE + 1, 1, [n]) for second in (0, 1) for n in range(8)]
+    far = {"disk": TierProfile(load_bandwidth=FAST, store_bandwidth=FAST, load_latency=1)}
+    report = simulate(trace, SIZE, chain, machine(tiers=far), warm=0.5)
+    assert blocks_of(report) == [8]
+    assert report.ttft_mean == pytest.approx(2 * waits / 8)
+
+
+def test_what_is_expected_of_a_load_is_that_as_many_run_as_the_spec_says() -> None:
+    """Computing takes six seconds, and a load one: of eight at once the last ends after four and
+    a half, in the mean, where eight run, and after seven where two do."""
+    disk = {"type": "disk", "path": "/nowhere", "capacity": "1MiB", "loads_at_once": 8}
+    chain = load_chain({"version": 1, "tiers": [disk]})
+    prompts = [TraceRequest(0.0, 65, 1, list(range(4 * n, 4 * n + 4))) for n in range(8)]
+    far = {"disk": TierProfile(load_bandwidth=FAST, store_bandwidth=FAST, load_latency=1)}
+    on = machine(tiers=far, prefill_rate=65 / 6)
+    trace = [
+        prompt._replace(timestamp=start * 1e6)
+        for start, some in enumerate((prompts, prompts[:1], prompts))
+        for prompt in some
+    ]
+    report = simulate(trace, SIZE, chain, on, warm=9 / 17)
+    assert blocks_of(report) == [8 * 4]

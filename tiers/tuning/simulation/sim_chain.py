@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from spec.offloading import LOADS_AT_ONCE, HostSpec, OffloadingSpec, StoreSpec
 from tiers.tuning.machine import size_of
 
 
@@ -28,12 +28,13 @@ class SimTier:
     write_budget: float | None = None
     ttl: float | None = None
     admission: str = "threshold"
+    loads_at_once: int = LOADS_AT_ONCE
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> SimTier:
         limits = {}
         if isinstance(spec, StoreSpec):
-            names = ("max_inflight", "store_rate", "load_rate", "write_budget")
+            names = ("max_inflight", "store_rate", "load_rate", "write_budget", "loads_at_once")
             limits = {name: getattr(spec, name) for name in names}
         return cls(
             spec.tier_name,

@@ -104,6 +104,7 @@ def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float
         profile.load_latency,
         profile.store_latency,
         profile.concurrency,
+        tier.loads_at_once,
         profile.shared_link,
         None if tier.write_budget is None else tier.write_budget / size,
     )

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spec.offloading import LOADS_AT_ONCE
 from tiers.loading.load_cost import LoadCost
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Offer, Prompt, Workload
@@ -44,6 +43,7 @@ class TierSettings(NamedTuple):
     load_latency: float
     store_latency: float
     concurrency: int
+    loads_at_once: int
     shared_link: bool
     budget: float | None
     """Blocks per second that the write budget admits."""
@@ -97,11 +97,11 @@ class SimulatedTier:
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: those that found no room."""
         self._now = 0.0
-        self.cost = LoadCost(lambda: self._now)
+        self.cost = LoadCost(lambda: self._now, settings.loads_at_once)
         """As the chain would have measured its loads by now."""
         self._loads: deque[_TimedLoad] = deque()
         self._jobs = 0
-        self._loaders = [0.0] * LOADS_AT_ONCE
+        self._loaders = [0.0] * settings.loads_at_once
         """When each of the worker's loaders is free."""
         self._store_free = 0.0
         self.delay = 0.0
@@ -127,9 +127,10 @@ class SimulatedTier:
             came = 0 if cost.line is not None else int(max(0.0, late - begin - latency) / each)
             busy = came * each
         if settings.shared_link:
-            # Blocks take turns for as long as both have something to move, and loads two at a time.
+            # Blocks take turns for as long as both have something to move, one of each load that
+            # runs.
             backlog = max(0.0, self._store_free + self.delay - begin)
-            loads = came if begin == now else came / LOADS_AT_ONCE
+            loads = came if begin == now else came / settings.loads_at_once
             turns = min(loads, backlog / settings.store_seconds)
             self.delay += turns * each
             busy += turns * settings.store_seconds
