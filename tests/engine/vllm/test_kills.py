@@ -15,15 +15,13 @@ import pytest
 from spec.offloading import StoreContext
 from tests.disk.audit import audit, folder_of
 from tests.engine.vllm.apart import Node
-from tests.engine.vllm.tiny_vllm import documents, hosted
+from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, documents, hosted
 from tests.engine.vllm.vllm_chains import cpu, disk, tiers
 from tests.support.clock import wait_for
 from tiers.disk.disk_store import DiskStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
-BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4
-"""Layers, K and V, heads, their size, tokens per block, float32."""
 KILLS = int(os.environ.get("KVTIERS_KILLS", "3"))
 """As many of each kind; more by hand."""
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.engine.vllm.metrics import Samples
-from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
+from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, BLOCK_TOKENS, Run, documents
 from tests.engine.vllm.vllm_server import VllmServer
 from tiers.host.slot_memory import slot_stride
 
@@ -19,8 +19,6 @@ pytestmark = pytest.mark.vllm
 
 PROMPTS = documents(4, 600)
 """Of 18 full blocks each; the engine's own 40 blocks keep two of them."""
-BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4
-"""Layers, K and V, heads, their size, tokens per block, float32."""
 REFUSED = "everybodys"
 """A tier whose folder others may write to."""
 TRAINED = "tests.engine.vllm.training.Trained"

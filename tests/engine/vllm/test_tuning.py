@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 
 from spec.chain import shown_chain
 from spec.load import load_chain
-from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Batch, Run, documents
+from tests.engine.vllm.tiny_vllm import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    TOKEN_BYTES,
+    Batch,
+    Run,
+    documents,
+)
 from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.support.explaining import check_sums
 from tiers.cli.main import app
@@ -23,9 +30,6 @@ from tiers.control.running_chain import RunningChain
 
 pytestmark = pytest.mark.vllm
 
-TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
-"""KV of a token of the tiny model: layers, K and V, heads, their size, float32."""
-BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 OWN_BLOCKS = 40
 """Of the engine, which uses one of them for nothing."""
 CHATS = 6

@@ -30,6 +30,9 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
+"""KV of a token of this model: layers, K and V, heads, their size, float32."""
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
 WINDOW = 96
 GEMMA = {
