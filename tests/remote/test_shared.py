@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,23 @@ def test_an_engine_whose_capacity_is_not_that_of_the_evictor_says_so(
     assert scheduler_of(other, 1).condition()[0] == "degraded"
     close(one)
     close(other)
+
+
+@pytest.mark.fault
+def test_a_note_that_hangs_holds_up_no_store(tmp_path: Path) -> None:
+    """A mark is a file as a pack is, and a read of it may hang alone: nobody writes to this one."""
+    tmp_path.chmod(0o700)
+    before = _engine(tmp_path, 1, "1GiB")
+    wait_for(lambda: any(tmp_path.glob(f"*/*/{b'mark'.hex()}")))
+    close(before)
+    (mark,) = tmp_path.glob(f"*/*/{b'mark'.hex()}")
+    mark.unlink()
+    os.mkfifo(mark)
+    engine = _engine(tmp_path, 1, "1GiB")
+    try:
+        drive(engine, 3)
+        engine.settle()
+        assert measured(engine, "stored_blocks", "shared") > 0
+    finally:
+        os.close(os.open(mark, os.O_WRONLY | os.O_NONBLOCK))  # fails where nobody hangs
+        close(engine)

@@ -271,10 +271,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def _keep_note(self, generation: bytes) -> None:
         """Have a note kept of what a generation is stored under."""
-        space = space_of(self._engine.namespace(), generation)
-        if self._notes is not None and self._notes.lacks(space):
-            with suppress(RuntimeError):  # the engine ends
-                self._writer.submit(self._notes.keep, space, not generation)
+        if self._notes is not None:
+            self._notes.begin(space_of(self._engine.namespace(), generation), not generation)
 
     def _open(self) -> Guarded | None:
         try:

@@ -6,13 +6,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import compress
 
 from spec.fields import format_size
 from spec.offloading import StoreSpec
 from tiers.block import namespace as namespace_of
+from tiers.concurrency.executors import io_executor
 from tiers.contract.engine_info import ALONE
 from tiers.errors import KVTiersError
 from tiers.records import NamespaceNote, read_note
@@ -56,7 +58,7 @@ whose weights change by the minute would leave a note each time."""
 class NamespaceNotes:
     """Keeps a note of each namespace that an engine stores under in one tier, and knows which other
     tensor parallel sizes its model has there. Of an encrypted tier nothing is noted: a model's name
-    would lie beside what hides it. Used by the tier's writer."""
+    would lie beside what hides it. Used by one thread at a time."""
 
     def __init__(
         self, spec: StoreSpec, note: NamespaceNote, token_bytes: int | None = None
@@ -66,20 +68,26 @@ class NamespaceNotes:
         self._note = note
         all_ranks = note.ranks * note.payload_bytes // note.block_tokens
         self._token_bytes = all_ranks if token_bytes is None else token_bytes
-        self._kept: set[bytes] = set()
+        self._begun: set[bytes] = set()
+        self._last: Future[None] | None = None
         self._passing: deque[bytes] = deque()
         """Generations that have a note, the oldest first."""
         self._has_looked = False
 
-    def lacks(self, namespace: bytes) -> bool:
-        """Whether no note of a namespace was kept, or tried to be, by this object."""
-        return namespace not in self._kept
+    def begin(self, namespace: bytes, lasts: bool) -> None:
+        """Begin to keep a note of a namespace, unless it was begun before. On a thread of its own:
+        one that hangs, as in a file system does, holds up no put. While another is being kept
+        nothing begins; it does when this is asked again."""
+        if namespace in self._begun or not (self._last is None or self._last.done()):
+            return
+        self._begun.add(namespace)
+        with suppress(RuntimeError):  # no thread can be had, or the engine ends
+            thread = io_executor(1, "notes")
+            self._last = thread.submit(self.keep, namespace, lasts)
+            thread.shutdown(wait=False)
 
     def keep(self, namespace: bytes, lasts: bool) -> None:
-        """Keep a note of a namespace, once. `lasts`: it is not a generation's."""
-        if not self.lacks(namespace):
-            return
-        self._kept.add(namespace)
+        """Keep a note of a namespace. `lasts`: it is not a generation's."""
         if self._spec.encryption:
             return
         note = replace(self._note, lasts=lasts and self._note.lasts, opened=time.time())

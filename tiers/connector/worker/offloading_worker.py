@@ -7,7 +7,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,14 +99,8 @@ class Puts:
         self._namespace = namespace
         self._notes = notes
         self._store = store
-        self._note(namespace, lasts=True)
-
-    def _note(self, space: bytes, lasts: bool) -> None:
-        """Have a note kept of what is stored under, behind the puts that wait: one that fails, in
-        whatever way, fails none."""
-        if self._notes is not None and self._notes.lacks(space):
-            with suppress(RuntimeError):  # the engine ends
-                self._writer.submit(self._notes.keep, space, lasts)
+        if notes is not None:
+            notes.begin(namespace, lasts=True)
 
     def begin(self, job: StoreJob, is_ours: bool) -> Future[JobResult]:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
@@ -193,7 +186,8 @@ class Puts:
         if self._store is None:
             return [False] * len(items), known
         space = space_of(self._namespace, generation)
-        self._note(space, lasts=not generation)
+        if self._notes is not None:
+            self._notes.begin(space, lasts=not generation)
         memory, size = self._host.memory, self._host.payload_bytes
         prefixes: list[Prefix | None] = []
         for job, gathered in jobs:
