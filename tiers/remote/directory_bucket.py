@@ -55,8 +55,10 @@ from tiers.store import time_left
 PIECE_BYTES = 1 << 20
 """Bytes of a pack that are read at once, and a block at least, before it is asked whether they are
 waited for."""
-USE_SECONDS = 600.0
-"""A pack's use is recorded by each process once in so long, as its file's time."""
+USE_SECONDS = 60.0
+"""A pack's use is recorded by each process once in so long, as its file's time. Simulated, in a
+directory that turns over in 100 to 650 seconds, hits are at most 2 points fewer than with each use
+recorded, and with 600 seconds 1 to 11."""
 _MOST_USES = 65536
 _LISTED_AT_ONCE = 1000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
