@@ -152,7 +152,14 @@ PANELS = (
         "Tokens a second. A tier below the engine's line is left out by load_when: sooner.",
         logarithmic=True,
     ),
-    Panel("Time of a load on a rank", "s", quantiles("kvtiers_load_seconds")),
+    Panel(
+        "Time of a load on a rank",
+        "s",
+        (
+            *quantiles("kvtiers_load_seconds"),
+            (gauge("load_engine_seconds", "avg"), "{{tier}} the engine beside it, at the least"),
+        ),
+    ),
     Panel("Time of a store on a rank", "s", quantiles("kvtiers_store_seconds")),
     Panel(
         "Time of a look-up",
@@ -187,6 +194,7 @@ PANELS = (
             (rate("kvtiers_lookup_timeouts_total"), "{{tier}} look-ups"),
             (rate("kvtiers_load_timeouts_total"), "{{tier}} loads"),
             (rate("kvtiers_recompute_preferred_total"), "{{tier}} computed, sooner"),
+            (rate("kvtiers_recompute_preferred_engine_total"), "{{tier}} too short to load"),
         ),
         "A second.",
     ),

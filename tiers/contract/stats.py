@@ -17,7 +17,10 @@ COUNTERS = {
     "hit_tokens": "Tokens that hits were to load; the sum over all tiers is the engine's external "
     "hits.",
     "loaded_tokens": "Prompt tokens whose KV was loaded from the tier in time.",
-    "recompute_preferred": "Requests that computed what the tier held, because that was faster.",
+    "recompute_preferred": "Requests that computed what the tier held, because the tier was "
+    "slower.",
+    "recompute_preferred_engine": "Requests that computed what the tier held, because the engine "
+    "takes more beside a load (load_engine_seconds) than the tier would save.",
     "loaded_blocks": "Blocks loaded and verified.",
     "loaded_bytes": "Bytes loaded.",
     "warmed_blocks": "Blocks loaded into host memory when the engine had started (warm).",
@@ -69,6 +72,8 @@ GAUGES = {
     "reads_up": "1 if the last read succeeded, 0 while the read circuit breaker is open.",
     "writes_up": "1 if the last write succeeded, 0 while the write circuit breaker is open.",
     "load_latency_seconds": "Fixed time of a load, as measured.",
+    "load_engine_seconds": "Least time that the engine took to order a load and to go on with its "
+    "request, beside the load itself.",
     "load_tokens_per_second": "Rate of a load after its fixed time, as measured.",
     "prefill_tokens_per_second": "Rate at which the engine computes prompts, as measured.",
     "loading_jobs": "Loads in flight, waiting ones included, after the last step.",

@@ -63,8 +63,9 @@ class Verdict(NamedTuple, Generic[P]):
     """The plan to follow; None: nothing is loaded.
 
     `load`: seconds that its loads take. `saved`: seconds, beside computing all. `passed`: tiers
-    that have tokens which are computed, since that is sooner. `probed`: the tier that loads only to
-    be measured. `seconds`: until the end of the prompt. `within`: seconds after which the load is
+    that have tokens which are computed, since that is sooner; `slowed`: those of them that are
+    later only by what the engine takes beside a load. `probed`: the tier that loads only to be
+    measured. `seconds`: until the end of the prompt. `within`: seconds after which the load is
     ended.
     """
 
@@ -72,6 +73,7 @@ class Verdict(NamedTuple, Generic[P]):
     load: float = 0.0
     saved: float = 0.0
     passed: tuple[int, ...] = ()
+    slowed: Collection[int] = ()
     probed: int | None = None
     seconds: float = 0.0
     within: float = math.inf
@@ -193,6 +195,7 @@ class Comparison:
         counts; 0: nothing is compared with it."""
         best: Verdict[P] = Verdict(None)
         cut: dict[int, int] = {}
+        slowed: set[int] = set()
         while (plan := propose(cut, None)) is not None:
             if not plan.parts:
                 if best.plan is None or plan.tokens > best.plan.tokens:
@@ -204,13 +207,15 @@ class Comparison:
             last = max(ends, key=ends.__getitem__)
             load, worth = ends[last], plan.tokens * crowded
             waits = load + max(self.meters[tier].engine_seconds for tier in ends)
-            pays = load <= wish.left and (not crowded or waits * (1 + MARGIN) < worth)
-            if pays and (best.plan is None or worth - load > best.saved):
+            pays = load <= wish.left and (not crowded or load * (1 + MARGIN) < worth)
+            if pays and crowded and waits * (1 + MARGIN) >= worth:
+                slowed.add(last)
+            elif pays and (best.plan is None or worth - load > best.saved):
                 best = Verdict(plan, load, worth - load)
                 if not crowded or load <= ENOUGH * worth:
                     break
             cut[last] = planned
-        return best, cut
+        return best._replace(slowed=slowed), cut
 
     def _shortened(
         self, propose: Propose[P], cut: Collection[int], plan: P, wish: Wish

@@ -106,7 +106,8 @@ class LoadCost:
         if line is None:
             return {}
         rate = {"load_tokens_per_second": 1 / line.each} if line.each else {}
-        return {"load_latency_seconds": line.fixed, **rate}
+        engine = self.engine_seconds
+        return {"load_latency_seconds": line.fixed, "load_engine_seconds": engine, **rate}
 
     @property
     def engine_seconds(self) -> float:

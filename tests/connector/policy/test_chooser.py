@@ -38,14 +38,16 @@ class Foreign:
 
 
 class Ours(Foreign):
-    """A tier whose loads are measured; None: it is looking."""
+    """A tier whose loads are measured; None: it is looking. `engine`: seconds that the engine took
+    beside each."""
 
-    def __init__(self, tokens: int | None, rate: float, clock: Clock) -> None:
+    def __init__(self, tokens: int | None, rate: float, engine: float, clock: Clock) -> None:
         super().__init__(tokens)
         self.load_cost = LoadCost(clock)
         self.noted: dict[str, float] = {}
         for job in range(4):
             self.load_cost.began(job, TOKENS)
+            clock.now += TOKENS / rate + engine
             self.load_cost.ended(job, TOKENS / rate, whole=True)
 
     def note(self, **measures: float) -> None:
@@ -93,8 +95,8 @@ class Chain:
         return {c: sum(map(len, r)) * BLOCK for c, r in (choice.shares or {}).items()}
 
 
-def ours(tokens: int | None, rate: float = FAST) -> Callable[[Clock], Ours]:
-    return lambda clock: Ours(tokens, rate, clock)
+def ours(tokens: int | None, rate: float = FAST, engine: float = 0.0) -> Callable[[Clock], Ours]:
+    return lambda clock: Ours(tokens, rate, engine, clock)
 
 
 def foreign(tokens: int | None) -> Callable[[Clock], Foreign]:
@@ -150,6 +152,29 @@ def test_a_tier_that_is_slower_than_computing_is_left_out(load: str) -> None:
     assert (choice.tokens, choice.passed) == (0, (0,))
     alone.chooser.decided(alone.state, choice)
     assert alone.children[0].noted == {"recompute_preferred": 1}
+
+
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_metrics_tell_whether_the_tier_or_the_engine_makes_a_load_too_slow(load: str) -> None:
+    """Computing 64 tokens takes 64 ms. The engine takes 100 ms beside a load: that alone is too
+    much for so few, whatever the tier takes, and not for all."""
+    slower, engine = {"recompute_preferred": 1}, {"recompute_preferred_engine": 1}
+    for tokens, rate, why in ((64, FAST, engine), (64, SLOW, slower), (TOKENS, FAST, {})):
+        chain = Chain(ours(tokens, rate, engine=0.1), load=load)
+        assert chain.children[0].load_cost.gauges()["load_engine_seconds"] == pytest.approx(0.1)
+        chain.chooser.decided(chain.state, chain.choose())
+        assert chain.children[0].noted == why
+
+
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_what_the_engine_takes_for_a_load_decides_between_no_tiers(load: str) -> None:
+    """It is as much for whichever tier loads, however little was heard of it yet."""
+    known, unknown = (
+        Chain(ours(TOKENS, 4000.0, engine), ours(TOKENS, 2000.0), load=load).loaders()
+        for engine in (0.4, 0.0)
+    )
+    assert known == unknown
+    assert set(known) == ({0, 1} if load == "stitched" else {0})
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)

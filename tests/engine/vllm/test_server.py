@@ -98,6 +98,7 @@ def test_metrics_agree_with_what_was_done(served: VllmServer) -> None:
     assert ours("stored_blocks_total") == {"cpu": 5 * 18, "ssd": 4 * 18}, "one was promoted"
     assert ours("evictions_total")["cpu"] == 2 * 18
     assert set(ours("load_failures_total").values()) == {0}
+    assert 0 < ours("load_engine_seconds")["ssd"] < PATIENCE, "beside its one load"
 
 
 def test_each_response_and_tenant_has_what_the_tiers_loaded(served: VllmServer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -33,8 +33,9 @@ class Choice(NamedTuple):
     do, each its `shares` or its piece. `pieces`: of a prefix that connectors load one behind the
     other, each with its tokens, in whole blocks but for the last. `probed`: the child that loads
     only to be measured. `passed`: children skipped because computing, or loading from others, is
-    faster. `seconds`: until the end of the prompt, where that is estimated. `within`: seconds after
-    which the load is ended. `computed`: tokens that precede those of the choice.
+    faster; `slowed`: those of them that are slower only by what the engine takes beside a load.
+    `seconds`: until the end of the prompt, where that is estimated. `within`: seconds after which
+    the load is ended. `computed`: tokens that precede those of the choice.
     """
 
     child: int | None
@@ -43,6 +44,7 @@ class Choice(NamedTuple):
     shares: Shares | None = None
     probed: int | None = None
     passed: tuple[int, ...] = ()
+    slowed: Collection[int] = ()
     seconds: float = 0.0
     within: float = math.inf
     computed: int = 0

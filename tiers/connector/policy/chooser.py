@@ -208,7 +208,8 @@ class Chooser:
         if choice.tokens:
             return
         for index in self._loaders.keys() & set(choice.passed):
-            self._loaders[index].note(recompute_preferred=1)
+            why = "recompute_preferred" + "_engine" * (index in choice.slowed)
+            self._loaders[index].note(**{why: 1})
 
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
@@ -242,6 +243,7 @@ class Chooser:
         choice = NO_LOAD if verdict.plan is None else verdict.plan.choice
         return choice._replace(
             passed=verdict.passed,
+            slowed=verdict.slowed,
             probed=verdict.probed,
             seconds=verdict.seconds,
             within=verdict.within,
