@@ -405,8 +405,10 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
                 return
             held = store.put(blocks)
             arrived = [name for (name, _), is_held in zip(some, held, strict=True) if is_held]
-            if not job.arrive(arrived) and self._lends:
-                store.drop([block.key for block in blocks])  # of rows that are others' by now
+            if not job.arrive(arrived) and job.tag:
+                # Of a generation, which nobody else has. Other blocks may be those that another
+                # engine has stored meanwhile; one of ours that is damaged goes when it is read.
+                store.drop([block.key for block in blocks])
 
     def _lent(self, job: RowJob, some: Pairs) -> list[Block]:
         space = space_of(self._engine.namespace(), job.tag)
