@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.policies import Output, Step
+from bench.scheduled import Output, Step
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tiers.connector.assembly import open_scheduler, open_worker

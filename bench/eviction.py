@@ -2,12 +2,14 @@
 
     python -m bench.eviction [TRACE] [--requests N] [--sizes 0.5 1 5 20] [--step N] [--json FILE]
 
-Sizes are in percent of the trace's distinct blocks; for the trace see `bench.policies`. A hit is a
-block of the longest resident prefix of a prompt, which is loaded; the rest is stored, at once or,
-as by an engine that computes it in steps, `--step` blocks at a time. The host
-pool and the tier's manager are real and called as the scheduler half calls them, without bytes.
-`opt` knows the future: it gives up what is used again last (Belady), and takes nothing that it
-would have to give up for what it has.
+Sizes are in percent of the trace's distinct blocks. The default is the conversation trace of the
+Mooncake project (Apache-2.0, https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+
+A hit is a block of the longest resident prefix of a prompt, which is loaded; the rest is stored, at
+once or, as by an engine that computes it in steps, `--step` blocks at a time. The host pool and the
+tier's manager are real and called as the scheduler half calls them, without bytes. `opt` knows the
+future: it gives up what is used again last (Belady), and takes nothing that it would have to give
+up for what it has.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from bench.main import Scale
-from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
 from spec.plugins import EVICTION, installed
 from tiers.connector.scheduler.host_manager import HostManager
@@ -31,13 +33,21 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.contract.block_groups import leading
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import SlotPool
+from tiers.traces.open_trace import open_trace
 
+TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 POLICIES = tuple(installed(EVICTION))
 SIZES = (0.5, 1.0, 5.0, 20.0)
 STAGING = 4096
 """Slots beside the tier's: no store is dropped."""
 
 Prompt = Sequence[bytes]
+
+
+def prompts_of(trace: Path, requests: int | None = None) -> list[Prompt]:
+    """The first so many prompts of a trace, or all, as keys of their full blocks."""
+    some = islice(open_trace(trace), requests)
+    return [[block.to_bytes(8, "little") for block in one.blocks] for one in some]
 
 
 def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | None = None) -> int:
@@ -126,7 +136,7 @@ def _cases(trace: Path, requests: int | None) -> Iterator[Case]:
         for policy in POLICIES:
             yield Case("eviction", policy, "% hits", None, why=why)
         return
-    prompts = [one.block_hashes for one in read_trace(trace, requests)]
+    prompts = prompts_of(trace, requests)
     blocks = sum(map(len, prompts))
     for row in measure(prompts, SIZES):
         percent = {name: 100 * row[name] / blocks for name in (*POLICIES, "opt")}
@@ -156,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.trace.exists():
         print(f"there is no trace at {options.trace}; name one", file=sys.stderr)
         return 2
-    prompts = [one.block_hashes for one in read_trace(options.trace, options.requests)]
+    prompts = prompts_of(options.trace, options.requests)
     blocks = sum(map(len, prompts))
     names = (*POLICIES, "opt")
     print(f"{len(prompts)} prompts of {blocks} blocks; hits, of opt's in percent")

@@ -23,8 +23,8 @@ from itertools import count
 from typing import Any
 
 from bench.main import Scale
-from bench.policies import Output
 from bench.report import Case
+from bench.scheduled import Output
 from bench.scheduler import HASH_BYTES, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec

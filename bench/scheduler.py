@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.main import Scale
-from bench.policies import Output, Step, all_done
 from bench.report import Case, Measure
+from bench.scheduled import Output, Step, all_done
 from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext

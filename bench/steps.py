@@ -25,8 +25,8 @@ import torch
 
 from bench.lagging import SMOKE, LaggingSpec, Size, chain_of, worker_step
 from bench.main import Scale
-from bench.policies import Output, Step
 from bench.report import Case
+from bench.scheduled import Output, Step
 from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.offloading import StoreContext
 from tiers.connector.assembly import open_scheduler, open_worker

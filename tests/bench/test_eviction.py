@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.eviction import POLICIES, main, measure, optimum, replay
-from bench.policies import TRACE, read_trace
+from bench.eviction import POLICIES, TRACE, main, measure, optimum, prompts_of, replay
 
 
 def blocks(*numbers: int) -> list[bytes]:
@@ -49,6 +48,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no trace at {TRACE.name}'s usual place")
 def test_the_default_serves_more_than_lru_where_room_is_short() -> None:
-    prompts = [one.block_hashes for one in read_trace(TRACE, 1000)]
-    (row,) = measure(prompts, [5.0])
+    (row,) = measure(prompts_of(TRACE, 1000), [5.0])
     assert 1.1 * row["lru"] < row["arc"] < row["opt"]

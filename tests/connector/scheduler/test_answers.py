@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bench.policies import Output, Step
+from bench.scheduled import Output, Step
 from bench.scheduler import NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from tests.support.clock import Clock

@@ -364,7 +364,7 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
 def total(llm: Any, name: str) -> float:
     """One of the engine's own counters, or the sum of a histogram."""
     found = [metric for metric in llm.get_metrics() if metric.name == name]
-    return float(sum(getattr(one, "value", None) or getattr(one, "sum", 0) for one in found))
+    return sum(float(one.value if hasattr(one, "value") else one.sum) for one in found)
 
 
 if __name__ == "__main__":
