@@ -3,9 +3,8 @@
     python -m bench.agreement conversation_trace.jsonl --requests 1200 --json agreement.json
 
 The machine: a model of 8B (128 KiB of KV a token) on four GPUs of 20,000 tokens a second, with 160
-GB of KV of the engine's own. Reality is real connectors and stores; their time is counted, or paced
-with `--speed`. The trace: Mooncake's conversations (Apache-2.0,
-https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+GB of KV of the engine's own. Reality is real connectors and stores; their time is counted. The trace:
+Mooncake's conversations (Apache-2.0, https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import LOAD_POLICIES, ChainSpec
-from tiers.lab.replay.replay_trace import ReplayOptions, replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
@@ -71,7 +70,6 @@ def machine(links: Mapping[str, Any]) -> Machine:
 def compare(
     requests: list[TraceRequest],
     block_tokens: int,
-    speed: float | None = None,
     worlds: Worlds = WORLDS,
 ) -> Iterator[Any]:
     """A row for each world and load policy."""
@@ -83,7 +81,7 @@ def compare(
             on = machine(links)
             said = simulate(requests, block_tokens, chain, on)
             began = time.monotonic()
-            done = replay(requests, block_tokens, chain, on, options=ReplayOptions(speed))
+            done = replay(requests, block_tokens, chain, on)
             yield row(world, policy, said, done) | {"seconds": time.monotonic() - began}
 
 
@@ -135,7 +133,6 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=1200)
     parser.add_argument("--world", action="append", choices=[*WORLDS], help="all unless said")
-    parser.add_argument("--speed", type=float, help="pace by this machine's clock")
     parser.add_argument("--json", type=Path, help="write the rows here")
     asked = parser.parse_args()
     trace = open_trace(asked.trace)
@@ -144,7 +141,7 @@ def main() -> None:
     print(HEAD)
     rows = []
     worlds = {name: WORLDS[name] for name in asked.world or WORLDS}
-    for one in compare(requests, trace.header.block_tokens, asked.speed, worlds):
+    for one in compare(requests, trace.header.block_tokens, worlds):
         rows.append(one)
         print(line(one), flush=True)
         if asked.json is not None:

@@ -56,7 +56,7 @@ def arguments(tmp_path: Path) -> list[object]:
 def test_the_report_is_printed_and_written(
     kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
 ) -> None:
-    ran = kvtiers("replay", *arguments, "--simulate", "--warm", 0.5, "--json", tmp_path / "r.json")
+    ran = kvtiers("replay", *arguments, "--warm", 0.5, "--json", tmp_path / "r.json")
     assert (ran.status, ran.err.strip()) == (0, "")
     assert "SSD life" in ran.out
     said = json.loads((tmp_path / "r.json").read_text())
@@ -71,16 +71,15 @@ def test_the_report_is_printed_and_written(
 def test_what_is_wrong_is_said(
     kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
 ) -> None:
-    assert kvtiers("replay", *arguments).status == 2
     (tmp_path / "profile.yaml").write_text(PROFILE.replace("disk:", "disc:"))
-    ran = kvtiers("replay", *arguments, "--simulate")
+    ran = kvtiers("replay", *arguments)
     assert ran.status == 2 and "add disk: {load_bandwidth" in ran.err
     (tmp_path / "profile.yaml").write_text(PROFILE.replace("engine_cache", "engine_cash"))
-    ran = kvtiers("replay", *arguments, "--simulate")
+    ran = kvtiers("replay", *arguments)
     assert ran.status == 2 and "did you mean engine_cache?" in ran.err
     (tmp_path / "profile.yaml").write_text(PROFILE)
     (tmp_path / "trace.jsonl").write_text("{}\n")
-    ran = kvtiers("replay", *arguments, "--simulate")
+    ran = kvtiers("replay", *arguments)
     assert ran.status == 2 and "trace.jsonl:1" in ran.err
 
 
@@ -91,7 +90,7 @@ def test_prompts_that_no_engine_serves_are_said(
     profile = tmp_path / "profile.yaml"
     for cache, warned in (("64MB", True), (0, False), ("2GiB", False)):
         profile.write_text(yaml.safe_dump(yaml.safe_load(PROFILE) | {"engine_cache": cache}))
-        ran = kvtiers("replay", *arguments, "--simulate")
+        ran = kvtiers("replay", *arguments)
         assert ran.status == 0
         assert ("100 prompts are longer than the engine's cache" in ran.out) is warned, cache
 
@@ -101,7 +100,7 @@ def test_rules_that_are_not_replayed_are_said(
 ) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(chain.read_text() + "tenants: {a: {quota: 1MiB}}\n")
-    ran = kvtiers("replay", *arguments, "--simulate")
+    ran = kvtiers("replay", *arguments)
     assert ran.status == 0
     assert ran.err == "rules of tenants are not replayed: a trace has no names of tenants\n"
 
@@ -111,7 +110,7 @@ def test_ghosts_are_kept_by_a_real_replay_alone(
 ) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(chain.read_text() + "ghosts: [{tier: cpu, capacity: 0.1x}]\n")
-    simulated, real = (kvtiers("replay", *arguments, how) for how in ("--simulate", "--real"))
+    simulated, real = (kvtiers("replay", *arguments, *how) for how in ([], ["--real"]))
     assert (simulated.status, real.status) == (0, 0)
     assert simulated.err == "ghosts are not simulated: --real has them, and curve is exact\n"
     assert ("ghost" in simulated.out, real.err) == (False, "")
@@ -146,9 +145,6 @@ def test_what_this_machine_cannot_do_is_said(
     ran = kvtiers("replay", *arguments, "--real", "--scale", 10**9)
     assert (ran.status, ran.out) == (2, "")
     assert "no memory for the engine's cache" in ran.err and "--scale" in ran.err
-    ran = kvtiers("replay", *arguments, "--real", "--speed", "inf")
-    assert (ran.status, ran.out) == (2, "")
-    assert "--speed" in ran.err
 
 
 def test_a_trace_of_another_model_is_said(
@@ -159,7 +155,7 @@ def test_a_trace_of_another_model_is_said(
     for token_bytes in (23_040, 131_072, None):
         header = encode_header(FileHeader(512, 0.0, kv_bytes_per_token=token_bytes))
         trace.write_bytes(header + encode_request(TraceRequest(0.0, 1024, 1, [1, 2])))
-        ran = kvtiers("replay", trace, *arguments[1:], "--simulate")
+        ran = kvtiers("replay", trace, *arguments[1:])
         assert ran.status == 0
         told.append(ran.err)
     assert told[1:] == ["", ""]
@@ -169,9 +165,9 @@ def test_a_trace_of_another_model_is_said(
     )
 
 
-@pytest.mark.parametrize("how", ["--simulate", "--real"])
+@pytest.mark.parametrize("how", [[], ["--real"]])
 def test_a_server_is_as_large_as_the_chain_says(
-    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path, how: str
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path, how: list[str]
 ) -> None:
     """It was a comment, "Give it 1 GB at the server", that no replay read."""
     link = {"load_bandwidth": "5GB/s", "store_bandwidth": "3GB/s"}
@@ -181,7 +177,7 @@ def test_a_server_is_as_large_as_the_chain_says(
     hits = []
     for size in ("", ", maxmemory: 1GB"):
         (tmp_path / "chain.yaml").write_text(chain % size)
-        ran = kvtiers("replay", *arguments, how, "--json", tmp_path / "r.json")
+        ran = kvtiers("replay", *arguments, *how, "--json", tmp_path / "r.json")
         assert ran.status == 0, ran.err
         hits.append(json.loads((tmp_path / "r.json").read_text())["tiers"][0]["hit_tokens"])
     assert hits[0] == 50 * 5 * 512 and hits[1] < hits[0] / 5

@@ -38,19 +38,11 @@ Real = Annotated[
     bool,
     typer.Option(
         "--real",
-        help="Serve it with real connectors and stores, in its own places.",
+        help="Serve it with real connectors and stores, in its own places. Unset: simulate the "
+        "chain's decisions and their time.",
     ),
 ]
 Most = Annotated[int | None, typer.Option(min=1, help="Replay only the first N requests.")]
-Speed = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        max=1_000_000,
-        help="With --real: seconds of the trace in one of this machine's. Unset: time stands "
-        "while this machine works, so that only the profile's times count.",
-    ),
-]
 ScaleBytes = Annotated[
     int, typer.Option(min=1, help="With --real: bytes of KV for each token on this machine.")
 ]
@@ -64,13 +56,9 @@ def replay(
     trace: TraceFile,
     chain_file: Annotated[Path, CHAIN],
     profile: Profile,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Simulate the chain's decisions and their time.")
-    ] = False,
     real: Real = False,
     warm: Warm = 0.0,
     requests: Most = None,
-    speed: Speed = None,
     scale: ScaleBytes = 8,
     folder: Folder = None,
     conversations: Conversations = 16,
@@ -80,10 +68,8 @@ def replay(
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting.
 
     \b
-    kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json --simulate
+    kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json
     """
-    if simulate == real:
-        raise refused("give one of: --simulate, --real")
     check_places(json_file=json_file, keep=[trace, chain_file, profile])
     check_folder(folder)
     from spec.load import load_chain
@@ -91,23 +77,23 @@ def replay(
     from tiers.traces.open_trace import open_trace
     from tiers.tuning.machine import load_machine
     from tiers.tuning.report import table
-    from tiers.tuning.simulation import simulate as run_simulation
+    from tiers.tuning.simulation import simulate
 
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
         size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
         chain, machine = load_chain(chain_file), load_machine(profile)
-        if simulate:
-            report = run_simulation(served, size, chain, machine, warm=warm)
+        if real:
+            report = _real(list(served), size, chain, machine, warm, scale, folder)
         else:
-            report = _real(list(served), size, chain, machine, warm, speed, scale, folder)
+            report = simulate(served, size, chain, machine, warm=warm)
     except KVTiersError as error:
         raise refused(error) from None
     say_skipped(opened.summary)
     say_other_model(opened, machine)
     if chain.tenants:
         typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
-    if simulate and chain.ghosts:
+    if chain.ghosts and not real:
         typer.echo("ghosts are not simulated: --real has them, and curve is exact", err=True)
     typer.echo(table(report))
     write_result(json_file, report.to_json())
@@ -119,7 +105,6 @@ def _real(
     chain: ChainSpec,
     machine: Machine,
     warm: float,
-    speed: float | None,
     scale: int,
     folder: Path | None,
 ) -> Report:
@@ -128,9 +113,7 @@ def _real(
 
     with stdout_to_stderr(), bars() as bar:  # stores may print
         task = bar.add_task("requests are served", total=len(requests))
-        options = ReplayOptions(
-            speed, scale, folder, lambda count: bar.update(task, completed=count)
-        )
+        options = ReplayOptions(scale, folder, lambda count: bar.update(task, completed=count))
         report = replay(requests, block_tokens, chain, machine, warm=warm, options=options)
     typer.echo(
         f"real connectors and stores, with {scale} bytes of KV a token in place of "

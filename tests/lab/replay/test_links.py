@@ -34,5 +34,5 @@ def test_a_load_has_turns_between_the_blocks_of_a_store_that_shares_its_link() -
         wait_until(lambda: clock.sleepers == 2 - len(ended))
         moment = clock.next_wake()
         if moment is not None:
-            clock.advance(moment, poll=False)
+            clock.advance(moment)
     assert ended == {"load": 3.0, "store": 11.0}

@@ -161,15 +161,6 @@ def test_a_plugins_tier_is_moved_or_refused(tmp_path: Path) -> None:
     assert {capacity for _, capacity in Folder.rooms} == {100 * slot_bytes(SIZE * 8)}
 
 
-def test_a_paced_replay_takes_the_traces_time() -> None:
-    requests = chats(5, 25)
-    tiers = chain(cpu(90), disk(400))
-    paced = run(tiers, requests, options=ReplayOptions(speed=10.0))
-    counted = run(tiers, requests)
-    assert paced.requests == counted.requests == 25
-    assert paced.seconds >= requests[-1].timestamp / 1000
-
-
 def test_what_cannot_be_replayed_says_so() -> None:
     with pytest.raises(CannotReplay, match="give the machine more engine_cache"):
         run(chain(cpu(90)), [TraceRequest(0.0, 151 * SIZE, 1, list(range(151)))])

@@ -1,14 +1,10 @@
-"""The time of a replay, in seconds of its trace: counted, or paced by the machine's clock."""
+"""The time of a replay, in seconds of its trace, which is counted."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import threading
-import time
-
-POLL_SECONDS = 0.0003
-"""Of the machine: how often a paced replay looks for transfers that have ended."""
 
 
 class Clock:
@@ -19,9 +15,6 @@ class Clock:
     as long as its work alone.
     """
 
-    is_counted = True
-    """Whether time stands while anything real is done."""
-
     def __init__(self) -> None:
         # A sleeper that enters while the engine decides to advance would else be missed.
         self._lock = threading.Lock()
@@ -31,9 +24,6 @@ class Clock:
         self._stopped = False
         self.wakes = 0
         """Sleeps that were begun or ended by now."""
-
-    def begin(self) -> None:
-        """Let the trace begin: all that is opened before takes none of its time."""
 
     @property
     def sleepers(self) -> int:
@@ -55,13 +45,12 @@ class Clock:
         woken.wait()
 
     def next_wake(self) -> float | None:
-        """When the next of the sleepers wakes; None: none sleeps, or they wake by themselves."""
+        """When the next of the sleepers wakes; None: none sleeps."""
         with self._lock:
             return self._sleeping[0][0] if self._sleeping else None
 
-    def advance(self, moment: float, poll: bool) -> None:
-        """Let time pass until that moment. `poll`: where it is paced, return earlier if threads may
-        have work."""
+    def advance(self, moment: float) -> None:
+        """Let time pass until that moment."""
         with self._lock:
             self._now = max(self._now, moment)
             while self._sleeping and self._sleeping[0][0] <= self._now:
@@ -77,36 +66,3 @@ class Clock:
     def _wake(self) -> None:
         heapq.heappop(self._sleeping)[2].set()
         self.wakes += 1
-
-
-class PacedClock(Clock):
-    """`speed` seconds of the trace pass in each of the machine's. Sleepers wake by themselves."""
-
-    is_counted = False
-
-    def __init__(self, speed: float) -> None:
-        super().__init__()
-        self._speed = speed
-        self._began: float | None = None
-        self._stop = threading.Event()
-
-    def begin(self) -> None:
-        self._began = time.monotonic()
-
-    def now(self) -> float:
-        """Seconds since the trace began; zero before."""
-        if self._began is None:
-            return 0.0
-        return (time.monotonic() - self._began) * self._speed
-
-    def sleep_until(self, moment: float) -> None:
-        left = (moment - self.now()) / self._speed
-        if left > 0:
-            self._stop.wait(left)
-
-    def advance(self, moment: float, poll: bool) -> None:
-        left = max(0.0, (moment - self.now()) / self._speed)
-        time.sleep(min(left, POLL_SECONDS) if poll else left)
-
-    def stop(self) -> None:
-        self._stop.set()

@@ -14,7 +14,7 @@ from tiers.connector.assembly import open_worker, scheduler_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.observers import GhostWatcher, open_ghosts
 from tiers.contract.engine_info import EngineInfo
-from tiers.lab.replay.clock import Clock, PacedClock
+from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import copier_over
 from tiers.lab.replay.requests import TracedRequest
 from tiers.lab.replay.scaling import CannotReplay, Places, Scale, linked, scaled
@@ -36,13 +36,10 @@ WORD = 8
 class ReplayOptions:
     """How a replay runs.
 
-    `speed`: seconds of the trace in one of the machine's; None: time is counted, not waited for, so
-    that only the profiles' times count. `bytes_per_token`: the scale. `folder`: where disk tiers
-    keep their blocks meanwhile; None: a temporary folder. `progress` is called with the number of
-    each request.
+    `bytes_per_token`: the scale. `folder`: where disk tiers keep their blocks meanwhile; None: a
+    temporary folder. `progress` is called with the number of each request.
     """
 
-    speed: float | None = None
     bytes_per_token: int = 8
     folder: Path | None = None
     progress: Callable[[int], None] = lambda count: None
@@ -93,7 +90,7 @@ def _opened(
     with ExitStack() as stack:
         places = _places(stack, options)
         small = scaled(chain, machine, info, scale, places)
-        clock = Clock() if options.speed is None else PacedClock(options.speed)
+        clock = Clock()
         behind, links = linked(small, machine, scale, clock)
         parts = scheduler_parts(behind, info, clock.now)
         states = parts.settings.requests

@@ -77,10 +77,10 @@ class TimedScheduler(ReplayScheduler):
         self._states = states
 
     def _ask(self, request: ReplayRequest, computed: int) -> int | None:
-        """As the scheduler; where time is counted it stands while stores look."""
+        """As the scheduler; time stands while stores look."""
         limit = time.monotonic() + LOOK_SECONDS
         external = super()._ask(request, computed)
-        while external is None and self._engine.clock.is_counted:
+        while external is None:
             if time.monotonic() > limit or not self._states.of(request).wait_budget.is_looking:
                 break
             time.sleep(TURN)
@@ -135,7 +135,6 @@ class TimedEngine(ReplayEngine):
         self, requests: Iterable[TracedRequest], warm: int, progress: Callable[[int], None]
     ) -> Mark:
         """Serve them all; returns the counts when the first came that is no longer `warm`."""
-        self.clock.begin()
         mark = self.mark()
         for number, request in enumerate(requests):
             self._pass_until(request.arrival)
@@ -167,7 +166,7 @@ class TimedEngine(ReplayEngine):
             known = [moment for moment in moments if moment is not None]
             if not known and not worker.busy:
                 raise CannotReplay("the engine is stuck: nothing is in flight")
-            clock.advance(min(known, default=clock.now()), poll=worker.busy)
+            clock.advance(min(known, default=clock.now()))
 
     def _turn(self) -> bool:
         """Do all that can be done at this moment; False: there was nothing."""

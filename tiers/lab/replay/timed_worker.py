@@ -233,8 +233,8 @@ class TimedWorker(LocalWorker):
         return output
 
     def settle(self, take: Callable[[StepOutput], None]) -> None:
-        """Hand over the ends of transfers. Where time is counted, first wait until every thread
-        that has a job sleeps on its link: nothing is left to do then but to wait."""
+        """Hand over the ends of transfers, and wait until every thread that has a job sleeps on its
+        link: nothing is left to do then but to wait."""
         quiet = 0
         while True:
             wakes = self._clock.wakes
@@ -242,8 +242,6 @@ class TimedWorker(LocalWorker):
             has_ends = output.kv_connector_worker_meta is not None or output.finished_recving
             if has_ends:
                 take(output)
-            if not self._clock.is_counted:
-                return
             at_work = self._threads - self._clock.sleepers
             quiet = quiet + 1 if at_work <= 0 and not has_ends and wakes == self._clock.wakes else 0
             # The thread of a load that was given up sleeps on, and hides one that works.
