@@ -3,8 +3,9 @@
     python -m bench.agreement conversation_trace.jsonl --requests 1200 --json agreement.json
 
 The machine: a model of 8B (128 KiB of KV a token) on four GPUs of 20,000 tokens a second, with 160
-GB of KV of the engine's own. Reality is real connectors and stores; their time is counted. The trace:
-Mooncake's conversations (Apache-2.0, https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+GB of KV of the engine's own. Reality is real connectors and stores; their time is counted. The
+trace: Mooncake's conversations (Apache-2.0, https://github.com/kvcache-ai/Mooncake,
+FAST25-release/traces).
 """
 
 from __future__ import annotations

@@ -5,25 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-RENAMED = {
-    "load": "load_policy",
-    "store_after": "store_threshold",
-    "queue": "max_inflight",
-    "cheapest": "load_when: sooner",
-}
-"""Keys of a chain's YAML that were renamed, and their names now."""
-
-MOVED = {"explain.folder": "control: {folder: ...} beside explain, and here {} alone"}
-"""Keys of a chain's YAML that have another place now, and what to write there."""
-
-FORMER = {
-    "soonest": "write load_policy: stitched, which now shares a prefix among tiers by their speed",
-    "cheapest": "write load_policy: stitched; load_when: sooner, the default, compares loading "
-    "with computing",
-    "s3fifo": "write eviction: arc, which serves as much or more where room is short",
-}
-"""Values of before, and what to write instead."""
-
 
 def closest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is most like `word`, or None if none is like it."""

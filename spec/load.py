@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
 from spec.document import Document, Loc, NotYaml, read_yaml
-from spec.errors import FORMER, MOVED, RENAMED, closest, did_you_mean, one_line, one_of
 from spec.errors import SpecError as SpecError
+from spec.errors import closest, did_you_mean, one_line, one_of
 from spec.fields import WRITTEN, mask_secrets
 from spec.plugins import BrokenPlugin, UnknownPlugin
 from spec.registry import tier_class, tier_types
@@ -119,9 +119,7 @@ def _remedy(problem: Problem, document: Document) -> str:
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
         value = document.value(document.known_part(problem["loc"]))
-        near = None
-        if isinstance(value, str):
-            near = FORMER.get(value) or did_you_mean(value, choices)
+        near = did_you_mean(value, choices) if isinstance(value, str) else None
         return near or f"use {one_of(choices)}"
     if kind == "string_pattern_mismatch":
         return f"use what matches {context['pattern']}"
@@ -156,11 +154,6 @@ def _add_it(loc: Loc, document: Document) -> str:
 def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[str, str]:
     """Return what to say of an unknown key, and what to write instead."""
     model = _model(loc[:-1], document)
-    if moved := MOVED.get(".".join(map(str, loc))):
-        return "a key that moved", f"write {moved}"
-    renamed = RENAMED.get(str(loc[-1]))
-    if model and renamed and renamed.partition(":")[0] in model.model_fields:
-        return "a key that was renamed", f"write {renamed}"
     if loc in slips:
         return "an unknown key", f"did you mean {slips[loc][-1]}?"
     return "an unknown key", f"use {one_of(model.model_fields)}" if model else "remove it"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from spec.errors import FORMER, KVTiersError, describe_error, did_you_mean, one_of
+from spec.errors import KVTiersError, describe_error, did_you_mean, one_of
 
 PLUGIN_API = 1
 """The version of what plugins see. It grows when a plugin that was right may fail."""
@@ -122,8 +122,7 @@ def entry_of(name: str, group: str = TIERS) -> EntryPoint:
     if not types:
         raise UnknownPlugin(f"no {_WHAT[group]} is installed; install kvtiers with pip")
     if name not in types:
-        former = FORMER.get(name) or did_you_mean(name, types)
-        raise UnknownPlugin(former or f"use {one_of(types)}")
+        raise UnknownPlugin(did_you_mean(name, types) or f"use {one_of(types)}")
     if len(types[name]) > 1:
         owners = ", ".join(sorted(map(owner, types[name])))
         raise BrokenPlugin(f"several packages provide it: {owners}; uninstall all but one")

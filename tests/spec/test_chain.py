@@ -84,20 +84,12 @@ def test_alike_is_not_the_same() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"load_policy": "soonest"}, "found 'soonest'; write load_policy: stitched, which now"),
-        ({"load_policy": "cheapest"}, "found 'cheapest'; write load_policy: stitched; load_when: "),
-        ({"cheapest": {"margin": 0.2}}, "cheapest: found a key that was renamed; write load_when"),
         ({"load_when": "soon"}, "load_when: found 'soon'; did you mean sooner"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         chain(CPU, **settings)
-
-
-def test_an_eviction_policy_of_before_names_what_takes_its_place() -> None:
-    with pytest.raises(SpecError, match="found 's3fifo'; write eviction: arc"):
-        chain({**CPU, "eviction": "s3fifo"})
 
 
 def test_a_chain_goes_through_json_and_stays_what_it_was() -> None:

@@ -162,8 +162,6 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
     extra = transfer.kv_connector_extra_config
     if extra.get("connectors") and set(extra) <= {"connectors", "load_policy"}:
         return None
-    if "load" in extra:
-        raise ValueError("kv_connector_extra_config has load, which was renamed: write load_policy")
     if set(extra) != {"chain"}:
         raise ValueError(
             f"kv_connector_extra_config has {sorted(extra)}; it takes one key. chain: the path of "

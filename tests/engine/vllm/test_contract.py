@@ -189,8 +189,6 @@ def test_a_list_of_connectors_may_say_which_of_them_serves() -> None:
             load_policy(config(load_policy=wrong), one)
     with pytest.raises(ValueError, match="loads"):
         configured_chain(config(loads="longest"))
-    with pytest.raises(ValueError, match="renamed: write load_policy"):
-        configured_chain(config(load="longest"))
 
 
 def test_two_children_of_one_name_are_refused() -> None:
