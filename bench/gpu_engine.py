@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.engine_models import LARGE, LATENT, SMALL, STATES, WINDOWS, write_model
+from bench.engine_models import LARGE, LATENT, SMALL, STATES, TINY, WINDOWS, write_model
 from bench.gpu_facts import facts
 from bench.on_gpu import write
 from bench.report import machine
@@ -133,7 +133,6 @@ FULL = Plan(
     sizes={"equal": ("1GiB", "2GiB"), "speed": ("28GiB", "32GiB")},
 )
 _SMOKE = {**EAGER, "max_model_len": 1024, "block_size": 32, "num_gpu_blocks_override": 44}
-_TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 _SMOKE_CELLS = ((256, 1), (320, 4), (999, 1), (512, 1))
 
 
@@ -142,7 +141,7 @@ def _smoke(name: str, connector: str) -> Engine:
 
 
 SMOKE = Plan(
-    models={"llama": (_TINY, "float32")},
+    models={"llama": (TINY, "float32")},
     equal=(_smoke("llama, V1, eager", "chain"),),
     speed=(
         *(_smoke(name, name) for name in ("none", "chain", "restarted", "native")),
