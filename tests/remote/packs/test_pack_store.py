@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from spec.offloading import StoreContext, StoreSpec
 from tests.support.clock import wait_for
+from tiers.errors import TierUnusable
 from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
 from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.shared_spec import SharedSpec
+from tiers.store import TierStore
 from tiers.testing import Memory, make_key
 
 PAYLOAD = 4096
@@ -84,3 +91,44 @@ def test_a_pack_of_a_later_version_is_a_miss_and_stays(
     new = opened()
     assert all(new.has(keys)), "the old version has left them alone"
     new.close()
+
+
+def _refusals(store: TierStore, keys: list[bytes]) -> int:
+    """How many verbs say that the process was forked."""
+    refusals = 0
+    verbs: list[Callable[[], object]] = [
+        lambda: store.has(keys),
+        lambda: store.get(Memory(keys, PAYLOAD).blocks),
+        lambda: store.put(Memory(keys, PAYLOAD).fill().blocks),
+        lambda: store.drop(keys),
+    ]
+    for verb in verbs:
+        try:
+            verb()
+        except TierUnusable as error:
+            refusals += "forked" in str(error)
+    return refusals
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("tier", ["shared", "object"])
+def test_a_forked_child_is_refused_and_does_not_hang(tmp_path: Path, tier: str) -> None:
+    tmp_path.chmod(0o700)
+    specs: dict[str, StoreSpec] = {
+        "shared": SharedSpec(path=tmp_path),
+        "object": ObjectSpec(url=f"file://{tmp_path}"),
+    }
+    store = specs[tier].open(StoreContext(PAYLOAD))
+    keys = [make_key() for _ in range(3)]
+    assert all(store.put(Memory(keys, PAYLOAD).fill().blocks))
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends one that hangs
+        try:
+            os._exit(sum(_refusals(store, some) for some in (keys[:1], keys)))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
+    assert store.has(keys) == [True] * 3
+    store.close()

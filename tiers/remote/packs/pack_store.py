@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -15,7 +16,7 @@ from tiers.block import HEADER_BYTES, Buffer, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor, settle
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable
+from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable, TierUnusable
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.known import KnownPacks
@@ -92,6 +93,7 @@ class PackStore:
         self._timeout = timeout
         self._deleters = max(1, connections // 2)  # look-ups have the others
         self._threads = io_executor(connections, "packs")
+        self._pid = os.getpid()
         self._known = KnownPacks()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, bucket.describe(), "packs of another version were met")
@@ -391,7 +393,13 @@ class PackStore:
         self, call: Callable[[T], R | None], some: Sequence[T], deadline: Deadline
     ) -> tuple[list[R | None], Exception | None]:
         """Call this for each, many at once; the results, None of those that failed, and an error
-        that was raised, if any was. Waits for all that has begun."""
+        that was raised, if any was. Waits for all that has begun. Raises TierUnusable in a forked
+        child, which has none of the threads: it would wait for ever."""
+        if os.getpid() != self._pid:
+            raise TierUnusable(
+                f"{self._bucket.describe()} was opened before this process was forked; start the "
+                "process by spawn, or open the tier only after the fork"
+            )
 
         def in_time(one: T) -> R | None:
             self._require_time(deadline)
