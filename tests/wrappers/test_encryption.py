@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.ciphers import algorithms
 from cryptography.hazmat.primitives.cmac import CMAC
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.clock import wait_for
 from tests.support.servers import RedisServer, binaries
 from tiers.block import HEADER_BYTES, MAX_KEY_BYTES, NAMESPACE_BYTES, parse_header
 from tiers.disk.slab import slot_bytes
@@ -130,7 +131,7 @@ class Victim:
     def __init__(self, spec: StoreSpec, plain: StoreSpec, read_all: Callable[[], bytes]) -> None:
         self.spec, self.plain = spec, plain
         self.attacker = Attacker(plain, read_all)
-        self.tier = open_guarded(spec, SITE)
+        self.tier = opened(spec)
 
     def keep(self, key: bytes, payload: bytes = SECRET) -> bytes:
         """Store a block; the name that it has since."""
@@ -148,7 +149,14 @@ class Victim:
     def reopen(self, keys: Sequence[str]) -> Guarded:
         """The same tier for an engine with these keys."""
         write_keys(self.spec, keys)
-        return open_guarded(self.spec, SITE)
+        return opened(self.spec)
+
+
+def opened(spec: StoreSpec) -> Guarded:
+    """The tier, once it has answered: a start does not wait for a Redis."""
+    tier = open_guarded(spec, SITE)
+    wait_for(lambda: not tier.health.opening)
+    return tier
 
 
 def write_keys(spec: StoreSpec, keys: Sequence[str]) -> None:
@@ -184,7 +192,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
         server: RedisServer = request.getfixturevalue("one_server")
         client: Any = redis.Redis.from_url(server.url)
         prefix = secrets.token_hex(8)
-        settings = {"url": server.url, "key_prefix": prefix, "deadline": "30s"}
+        settings = {"url": server.url, "key_prefix": prefix, "timeout": "30s", "deadline": "30s"}
         spec = RedisSpec
 
         def read_all() -> bytes:
@@ -215,7 +223,7 @@ def test_a_reader_finds_neither_kv_nor_names(victim: Victim) -> None:
 def test_a_reader_who_guesses_a_prompt_can_t_tell_whether_it_is_there(victim: Victim) -> None:
     victim.keep(KEY)
     assert victim.attacker.store.has([KEY]) == [False]
-    assert open_guarded(victim.plain, SITE).has([KEY]) == [False]
+    assert opened(victim.plain).has([KEY]) == [False]
 
 
 def test_equal_blocks_look_different(victim: Victim) -> None:
@@ -261,7 +269,7 @@ def test_plain_bytes_under_the_hidden_name(victim: Victim) -> None:
 
 
 def test_a_plain_tier_s_block_is_never_asked_for(victim: Victim) -> None:
-    plain = open_guarded(victim.plain, SITE)
+    plain = opened(victim.plain)
     assert plain.put([Block(KEY, memoryview(bytearray(b"planted".ljust(SIZE))))]) == [True]
     plain.close()
     assert victim.serves(KEY) is None
