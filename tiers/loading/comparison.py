@@ -188,31 +188,31 @@ class Comparison:
     # -- plans -------------------------------------------------------------------------------
 
     def _best(
-        self, propose: Propose[P], wish: Wish, crowded: float
+        self, propose: Propose[P], wish: Wish, token_worth: float
     ) -> tuple[Verdict[P], dict[int, int]]:
         """The plan that saves most, and the tiers that were cut off on the way to the last one,
-        with the tokens of the plan that each was cut off. `crowded`: what computing a token
-        counts; 0: nothing is compared with it."""
+        with the tokens of the plan that each was cut off. `token_worth`: seconds that computing a
+        token counts; 0: nothing is compared with it."""
         best: Verdict[P] = Verdict(None)
         cut: dict[int, int] = {}
         slowed: set[int] = set()
         while (plan := propose(cut, None)) is not None:
             if not plan.parts:
                 if best.plan is None or plan.tokens > best.plan.tokens:
-                    best = Verdict(plan, 0.0, plan.tokens * crowded)
+                    best = Verdict(plan, 0.0, plan.tokens * token_worth)
                 break
             planned = plan.tokens
             plan = self._shortened(propose, cut, plan, wish) or plan
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
-            load, worth = ends[last], plan.tokens * crowded
+            load, worth = ends[last], plan.tokens * token_worth
             waits = load + max(self.meters[tier].engine_seconds for tier in ends)
-            pays = load <= wish.left and (not crowded or load * (1 + MARGIN) < worth)
-            if pays and crowded and waits * (1 + MARGIN) >= worth:
+            pays = load <= wish.left and (not token_worth or load * (1 + MARGIN) < worth)
+            if pays and token_worth and waits * (1 + MARGIN) >= worth:
                 slowed.add(last)
             elif pays and (best.plan is None or worth - load > best.saved):
                 best = Verdict(plan, load, worth - load)
-                if not crowded or load <= ENOUGH * worth:
+                if not token_worth or load <= ENOUGH * worth:
                     break
             cut[last] = planned
         return best._replace(slowed=slowed), cut

@@ -52,7 +52,7 @@ class _Question(NamedTuple):
     waits: bool
     but: Collection[int] = ()
 
-    def behind(self, tokens: int) -> _Question:
+    def after(self, tokens: int) -> _Question:
         """The same, where so many tokens more are there."""
         return self._replace(computed=self.computed + tokens, loadable=self.loadable - tokens)
 
@@ -291,7 +291,8 @@ class Chooser:
                 looking = True
             elif tokens > (best.tokens or 0):
                 best = Choice(index, tokens, is_async)
-                if not looking if self._takes_first else tokens >= question.loadable:
+                suffices = not looking if self._takes_first else tokens >= question.loadable
+                if suffices:
                     return best
         return PENDING if looking else best
 
@@ -331,7 +332,7 @@ class Chooser:
                 continue
             follows = index in self._following and not tokens % self._block_tokens
             before = tokens if follows else 0
-            found, is_async = self._ask(index, question.behind(before))
+            found, is_async = self._ask(index, question.after(before))
             if found is None:
                 return PENDING
             if found and is_async and before == tokens:

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
@@ -17,6 +18,15 @@ from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.simulated_tier import IdleGpus, SimulatedTier, TierCounts
 from tiers.tuning.simulation.spaces import Job, Part
 from tiers.tuning.simulation.workload import Prompt, Workload
+
+
+class Beginning(Enum):
+    """What becomes of a prompt that is to begin."""
+
+    COMPUTES = auto()
+    LOADS = auto()
+    """Or it waits for another's load."""
+    NO_ROOM = auto()
 
 
 class OwnCache:
@@ -278,12 +288,12 @@ class SimEngine:
                 break
             if not prompt.has_begun:
                 begins = self._begin(prompt)
-                if begins is None:
+                if begins is Beginning.NO_ROOM:
                     heappush(self._back, (prompt.number, prompt))
                     if batch or self._events:
                         break
                     prompt = self._take_begun()
-                elif not begins:
+                elif begins is Beginning.LOADS:
                     continue
             done = prompt.done + budget
             if done > prompt.tokens:
@@ -381,20 +391,19 @@ class SimEngine:
 
     # -- beginning and loading ---------------------------------------------------------------
 
-    def _begin(self, prompt: Prompt) -> bool | None:
-        """Find a prompt's prefix here and in the chain. True: it can be computed now. False: it
-        loads, or waits for another's load. None: there is no room for it."""
+    def _begin(self, prompt: Prompt) -> Beginning:
+        """Find a prompt's prefix here and in the chain, and begin it where there is room."""
         known, at, skip = self._cache.find(prompt)
         loads, now = self._loads, self.now
         is_held = False
         if known < prompt.blocks:
             if loads.in_flight and loads.joins(prompt, at, skip):
-                return False
+                return Beginning.LOADS
             is_held = loads.any_has(prompt.path[at], skip, now)
         if not self._cache.reserve(prompt, known):
             if known < prompt.blocks:
                 loads.drain(now)
-            return None
+            return Beginning.NO_ROOM
         blocks = prompt.blocks - known
         verdict = loads.choose(prompt, known, at, skip, now) if is_held else loads.nothing(blocks)
         prompt.own = known * self._size
@@ -408,7 +417,7 @@ class SimEngine:
         prompt.done = known * self._size
         if not self._promote:
             prompt.offered = known
-        return verdict.plan is None
+        return Beginning.COMPUTES if verdict.plan is None else Beginning.LOADS
 
     def _end_load(self, prompt: Prompt) -> None:
         self._cache.know(prompt, prompt.first(prompt.done // self._size, self.workload))
