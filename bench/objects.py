@@ -219,7 +219,7 @@ def _objects(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     front = stack.enter_context(Front(cluster.port))
     for payload_bytes in (2 << 20, 64 << 10):
         with ExitStack() as inner:
-            yield from _lookups(cluster, scale, front, payload_bytes, inner)
+            yield from _lookups(cluster, scale, front, payload_bytes)
 
 
 def _moves(bench: Bench, what: str) -> Iterator[Case]:
@@ -237,7 +237,7 @@ def _moves(bench: Bench, what: str) -> Iterator[Case]:
 
 
 def _lookups(
-    cluster: SeaweedCluster, scale: Scale, front: Front, payload_bytes: int, stack: ExitStack
+    cluster: SeaweedCluster, scale: Scale, front: Front, payload_bytes: int
 ) -> Iterator[Case]:
     """By indexes alone: no payload is read."""
     import obstore

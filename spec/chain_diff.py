@@ -118,7 +118,7 @@ def diff(old: ChainSpec, new: ChainSpec) -> ChainDiff:
         keys = tuple(_differing(before[name], tier)) if name in before else ()
         kind: Kind = "added"
         if name in before:
-            kind = _kind(before[name], tier, {key.key for key in keys})
+            kind = _kind(tier, {key.key for key in keys})
         tiers.append(TierChange(name, kind, places.get(name), place, keys))
         refused += _refusals(before.get(name), tier, kind, {key.key for key in keys})
     for name, tier in before.items():
@@ -146,7 +146,7 @@ def _differing(
             yield KeyChange(key)
 
 
-def _kind(old: OffloadingSpec, new: OffloadingSpec, keys: set[str]) -> Kind:
+def _kind(new: OffloadingSpec, keys: set[str]) -> Kind:
     if not keys:
         return "kept"
     if keys <= IN_PLACE:

@@ -11,7 +11,7 @@ import torch
 from tiers.contract.block_copier import ENDED
 from tiers.errors import TierUnusable
 from tiers.gpu import bus, cuda
-from tiers.gpu.copier import open_copier, open_copiers
+from tiers.gpu.copier import open_copier
 from tiers.gpu.cuda import CudaCopier
 from tiers.host.slot_memory import SlotMemory, register
 
@@ -111,24 +111,4 @@ def test_memory_that_can_not_be_pinned_fails_no_kernel_of_the_engine() -> None:
     with pytest.raises(TierUnusable):
         register(memory.rows.data_ptr(), 4096)
     assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
-    memory.close()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_groups_have_a_copier_each(device: str) -> None:
-    groups = [{name: cache} for name, cache in paged(device).items()]
-    copiers = open_copiers(groups, BLOCKS)
-    assert [copier.payload_bytes for copier in copiers] == [48, 32]
-    memory = SlotMemory(2, 48, copiers[0].pin)
-    for copier, group in zip(copiers, groups, strict=True):
-        (cache,) = group.values()
-        before = cache.clone()
-        copier.gather([3, 7], memory.rows, [1, 0]).wait()
-        cache.zero_()
-        (fence := copier.fence()).wait()
-        copier.scatter(memory.rows, [0, 1], [7, 3], fence).wait()
-        blocked = (cache, before) if cache.shape[0] == BLOCKS else (cache[0], before[0])
-        assert torch.equal(blocked[0][[3, 7]], blocked[1][[3, 7]])
-    for copier in copiers:
-        copier.close()
     memory.close()

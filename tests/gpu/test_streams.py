@@ -19,13 +19,12 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
-from tests.gpu.copies import BLOCKS, Copies, Loads, prepare
+from tests.gpu.copies import BLOCKS, Copies, Loads
 from tests.gpu.cuda_model import READING, Event, Mark, Model, Site, Stream
-from tests.gpu.streamed_engine import RUNNERS, STREAMS, Runner, StreamedCopier, StreamedEngine
+from tests.gpu.streamed_engine import RUNNERS, STREAMS, Runner, StreamedEngine
 from tests.support.replay_chains import MODEL, SLOT, measured
 from tiers.connector.worker.loading import Piece
 from tiers.cpu.spec import CpuSpec
-from tiers.gpu import cuda
 from tiers.testing import GivenSpec, MemoryStore
 
 ROOT = Path(__file__).parents[2]
@@ -341,32 +340,6 @@ def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> 
     ours.load(slots, range(count))
     assert torch.equal(ours.kv, before)
     assert model.deepest < 600
-
-
-def test_groups_share_streams_and_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has 32 streams, and then hands out the engine's own: it would wait for copies."""
-    prepare(Model(STREAMS), monkeypatch)
-    sizes = 1000, SLOT + 1000
-    shared = cuda.Staging(torch.device("cpu"), 2 * SLOT)
-    kv = [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8) for size in sizes]
-    before = [one.clone() for one in kv]
-    copiers = [StreamedCopier({"layer": one}, BLOCKS, staging=shared) for one in kv]
-    rows = [torch.full((BLOCKS, 2 * SLOT), 7, dtype=torch.uint8) for _ in kv]
-    blocks = range(BLOCKS)
-    copies = [
-        copier.gather(blocks, mine, blocks) for copier, mine in zip(copiers, rows, strict=True)
-    ]
-    for copy, mine, was, size in zip(copies, rows, before, sizes, strict=True):
-        copy.wait()
-        assert torch.equal(mine[:, :size], was)
-    assert (rows[0][:, SLOT:] == 7).all()
-    for copier, mine, one, was in zip(copiers, rows, kv, before, strict=True):
-        one.zero_()
-        (fence := copier.fence()).wait()
-        copier.scatter(mine, blocks, blocks, fence).wait()
-        assert torch.equal(one, was)
-    for copier in copiers:
-        copier.close()
 
 
 def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

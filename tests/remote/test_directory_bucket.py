@@ -128,7 +128,7 @@ def test_a_listing_has_packs_alone(place: Path) -> None:
     (folder / f"{TEMPORARY}0123").write_bytes(b"x")
     (folder / "notes").write_bytes(b"x")
     (place / "README").write_bytes(b"x")
-    found = {name: size for some in bucket.list("") for name, size, _ in some}
+    found = {name: size for some in bucket.list("") for name, size in some}
     assert found == {name_of(key): number for number, key in enumerate(keys)}
     prefix = name_of(keys[1]).partition("/")[0] + "/"
     assert [each.name for some in bucket.list(prefix) for each in some] == [name_of(keys[1])]

@@ -50,7 +50,7 @@ def kv_groups(
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
     if any(group.is_state for group, _ in groups):
-        _refuse_states(vllm_config, groups)
+        _refuse_states(groups)
     plain = len(groups) == 1 and groups[0][0].window is None
     if not plain and not REPORTS_FAILED_REQUESTS:
         raise ValueError(
@@ -96,7 +96,7 @@ def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
-def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str]]]) -> None:
+def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
     """Raise ValueError where the states of recurrent layers can't be served."""
     why = why_no_states()
     if not why and len({group.tokens for group, _ in groups}) > 1:

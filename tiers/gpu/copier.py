@@ -9,9 +9,8 @@ from concurrent.futures import Future, wait
 import torch
 
 from tiers.concurrency.executors import io_executor
-from tiers.gpu.cuda import CudaCopier, Staging
+from tiers.gpu.cuda import CudaCopier
 from tiers.gpu.pages import PagedKV
-from tiers.host.slot_memory import slot_stride
 
 
 class _Done:
@@ -95,15 +94,3 @@ def open_copier(
     if device.type == "cpu":
         return CpuCopier(kv_caches, num_blocks)
     raise ValueError(f"KV on device {device.type!r}; cpu and cuda are supported")
-
-
-def open_copiers(
-    groups: Sequence[Mapping[str, torch.Tensor]], num_blocks: int, in_step: bool = False
-) -> Sequence[CpuCopier | CudaCopier]:
-    """The copiers of KV cache groups of one device, which share staging there."""
-    device = next(iter(groups[0].values())).device
-    if device.type != "cuda":
-        return [CpuCopier(group, num_blocks) for group in groups]
-    largest = max(PagedKV(group, num_blocks).payload_bytes for group in groups)
-    staging = Staging(device, slot_stride(largest))
-    return [CudaCopier(group, num_blocks, in_step, staging) for group in groups]

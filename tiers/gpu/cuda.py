@@ -107,17 +107,13 @@ class CudaCopier:
     bus, see `Bus`.
 
     `in_step`: `gather` returns when all is queued, for an engine that gives its paged KV away as
-    soon as its device has nothing to do. `staging`: what it shares with other copiers.
+    soon as its device has nothing to do.
     """
 
     pin = True
 
     def __init__(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        num_blocks: int,
-        in_step: bool = False,
-        staging: Staging | None = None,
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, in_step: bool = False
     ) -> None:
         self._paged = PagedKV(kv_caches, num_blocks)
         self.layout = self._paged.layout
@@ -126,9 +122,14 @@ class CudaCopier:
         self._device = self._paged.pages[0].device
         self._copies = open_copies(self._paged.pages)
         self._stride = slot_stride(self.payload_bytes)
-        shared = staging or Staging(self._device, self._stride)
-        self._out, self._in, self._bus = shared.out, shared.into, shared.bus
-        self._loading, self._thread = shared.loading, shared.thread
+        with torch.cuda.device(self._device):
+            self._out, self._in = (Ring(self._device, self._stride) for _ in range(2))
+            # The engine's stream may still zero that memory, and use what it was before.
+            torch.cuda.synchronize(self._device)
+            self._bus = open_bus(self._device, self._out.emptying)
+        # Two loaders between each other's waves would fill memory that the other has not emptied.
+        self._loading = threading.Lock()
+        self._thread = io_executor(1, "gather")
 
     def warning(self) -> str:
         """Why copies over the bus take longer than they should; see `Copier`."""
@@ -295,23 +296,6 @@ class Ring:
     def marks(self) -> list[torch.cuda.Event]:
         """Events after all that is queued on both streams."""
         return [mark(self.filling), mark(self.emptying)]
-
-
-class Staging:
-    """A device's rings, `out` and `into`, and what keeps each to one thread at a time: gathers are
-    queued by `thread`, loads under `loading`. Copiers of one device may share it: streams are few,
-    and beyond those the engine's own is handed out once more."""
-
-    def __init__(self, device: torch.device, stride: int) -> None:
-        """`stride`: bytes of a staged row, those of the largest block at least."""
-        with torch.cuda.device(device):
-            self.out, self.into = (Ring(device, stride) for _ in range(2))
-            # The engine's stream may still zero that memory, and use what it was before.
-            torch.cuda.synchronize(device)
-            self.bus = open_bus(device, self.out.emptying)
-        # Two loaders between each other's waves would fill memory that the other has not emptied.
-        self.loading = threading.Lock()
-        self.thread = io_executor(1, "gather")
 
 
 def _memory(rows: int, stride: int, device: torch.device) -> torch.Tensor:

@@ -116,11 +116,6 @@ class LoadCost:
         return min(self._engines, default=0.0)
 
     @property
-    def queued_tokens(self) -> int:
-        """Tokens that are being loaded, or wait for it."""
-        return self._queued
-
-    @property
     def is_loading(self) -> bool:
         return bool(self._loads)
 

@@ -170,7 +170,7 @@ class DirectoryBucket:
                 for file, facts in files(f"{self._path}/{folder}"):
                     name = f"{folder}/{file}"
                     if key_of(name) is not None:
-                        found.append(Listed(name, facts.st_size, facts.st_mtime))
+                        found.append(Listed(name, facts.st_size))
                     if len(found) == _LISTED_AT_ONCE:
                         yield found
                         found = []

@@ -132,12 +132,7 @@ class ObstoreBucket:
             found = obstore.list(self._store, whole or None, chunk_size=_LISTED_AT_ONCE)
             for some in found:
                 yield [
-                    Listed(
-                        each["path"].removeprefix(self._prefix),
-                        each["size"],
-                        each["last_modified"].timestamp(),
-                    )
-                    for each in some
+                    Listed(each["path"].removeprefix(self._prefix), each["size"]) for each in some
                 ]
 
     def describe(self) -> str:

@@ -17,33 +17,6 @@ from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import TransferResults
 
 
-class LiveWorker(Protocol):
-    """A worker's half of a tier that comes, leaves and takes settings while its engine runs."""
-
-    def open_beside(self) -> None:
-        """Begin to open, beside the engine's steps; see `opened`."""
-
-    def opened(self) -> str | None:
-        """Why it can't be used; empty: it can; None: not known yet. Does not wait."""
-
-    def prepare_resize(self, spec: OffloadingSpec) -> str:
-        """Take what another capacity needs; why it can't be had, or empty. May wait."""
-
-    def abort_resize(self) -> None:
-        """Give back what `prepare_resize` took."""
-
-    def resize(self, spec: OffloadingSpec) -> None:
-        """Have that capacity from now on. Does not wait."""
-
-    def retune(self, spec: OffloadingSpec) -> None:
-        """Work by these settings from now on. Does not wait."""
-
-    def detach(self) -> None:
-        """Close the tier, which has nothing in flight. Waits."""
-
-    def get_handshake_metadata(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class ChangeParts:
     """What a worker's half of a chain needs to change. `make`: makes a tier that is not open.

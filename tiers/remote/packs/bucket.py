@@ -9,12 +9,10 @@ from tiers.block import Buffer
 
 
 class Listed(NamedTuple):
-    """One object of a listing. `size` in bytes; `modified`: seconds since the epoch, by the clock
-    of whoever keeps it."""
+    """One object of a listing. `size` in bytes."""
 
     name: str
     size: int
-    modified: float
 
 
 class Bucket(Protocol):
