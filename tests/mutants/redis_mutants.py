@@ -51,14 +51,14 @@ MUTANTS = (
     STORE.but(
         "bytes",
         "values are not verified",
-        "            verify(header, record.stored, record.checksum)\n",
+        "        verify(header, record.stored, record.checksum)\n",
         "",
     ),
     STORE.but(
         "bytes",
         "a value's key is not compared",
         "header = expect(record.header, block.key, self._payload_bytes)",
-        "from tiers.block import parse_header\n            header = parse_header(record.header)",
+        "from tiers.block import parse_header\n        header = parse_header(record.header)",
     ),
     STORE.but(
         "bytes",
@@ -110,8 +110,8 @@ MUTANTS = (
     STORE.but(
         "memory",
         "get writes 20 ms late, too",
-        "        spoilt = {names",
-        "        late = [(b.payload, bytes(b.payload)) for b in blocks]\n        __import__('threading').Timer(0.02, lambda: [v.__setitem__(slice(None), d) for v, d in late]).start()\n        spoilt = {names",
+        "        self._damaged.count(",
+        "        late = [(b.payload, bytes(b.payload)) for b in blocks]\n        __import__('threading').Timer(0.02, lambda: [v.__setitem__(slice(None), d) for v, d in late]).start()\n        self._damaged.count(",
     ),
     STORE.but(
         "leaks",
@@ -122,8 +122,8 @@ MUTANTS = (
     STORE.but(
         "leaks",
         "values are kept",
-        "        spoilt = {names",
-        "        LEFT.append([bytes(b.payload) for b in blocks])\n        spoilt = {names",
+        "        self._damaged.count(",
+        "        LEFT.append([bytes(b.payload) for b in blocks])\n        self._damaged.count(",
         "EACH = 0.01\n",
         "EACH = 0.01\nLEFT: list[object] = []\n",
     ),
@@ -136,8 +136,8 @@ MUTANTS = (
     STORE.but(
         "time",
         "what had no time to come counts as come",
-        "        spoilt = {names",
-        "        hits = [True] * len(hits)\n        spoilt = {names",
+        "        self._damaged.count(",
+        "        hits = [hit or n not in came for n, hit in enumerate(hits)]\n        self._damaged.count(",
     ),
     SPEC.but(
         "spec", "it does not say that it verifies", "    verifies: ClassVar[bool] = True\n", ""
