@@ -8,7 +8,7 @@ import random
 import pytest
 
 from spec.chain import LOAD_POLICIES
-from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, disk, machine
+from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, disk, machine
 from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
@@ -66,3 +66,12 @@ def test_without_comparing_they_would_all_wait() -> None:
     """So that the test above can fail."""
     report, _ = served(1.5, load_when="always", max_wait="9s")
     assert report.ttft_p50 > 20 * COMPUTING
+
+
+def test_prompts_that_are_loaded_make_room_for_one_before_them() -> None:
+    """What they have loaded fills the memory of the engine, which has none for the first in line."""
+    link = TierProfile(load_bandwidth=80e6, store_bandwidth=8e6, load_latency=0.4)
+    on = machine(engine_cache=60 * BLOCK_BYTES, gpus=2, tiers={"disk": link})
+    requests = chats(5, every=60.0)
+    report = replay(requests, SIZE, chain(disk(1000)), on)
+    assert report.requests == len(requests)

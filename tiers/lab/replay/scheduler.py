@@ -87,14 +87,17 @@ class ReplayScheduler:
             budget = 0  # a token of whoever was preempted may still be in flight
         for request in self._waiting:
             self._end_load(request)
+        no_room = False
         for request in list(self._waiting):
             if budget <= 0:
                 break
             if request.status is Status.LOADING:
                 continue
-            if request.num_computed_tokens == 0 and not self._match(request):
+            if request.num_computed_tokens == 0 and (no_room or not self._match(request)):
                 if self._whole_prompts and self.pool.num_free < self._blocks(request.num_tokens):
-                    break
+                    if step.work or self._holds_blocks:
+                        break
+                    no_room = True  # only those behind it that have loaded can make some
                 continue
             if request.status is not Status.WAITING:
                 continue
@@ -120,6 +123,12 @@ class ReplayScheduler:
             request.num_computed_tokens += step.num_scheduled_tokens[work.request_id]
             request.is_computing = True
             request.unknown += self._runs_ahead and work.samples
+
+    @property
+    def _holds_blocks(self) -> bool:
+        """Whether a request has blocks that it gives back by itself."""
+        loading = any(request.status is Status.LOADING for request in self._waiting)
+        return bool(self._running or self._answering or loading)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
