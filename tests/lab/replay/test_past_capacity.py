@@ -69,7 +69,7 @@ def test_without_comparing_they_would_all_wait() -> None:
 
 
 def test_prompts_that_are_loaded_make_room_for_one_before_them() -> None:
-    """What they have loaded fills the memory of the engine, which has none for the first in line."""
+    """What they have loaded fills the engine, which has no room for the first in line."""
     link = TierProfile(load_bandwidth=80e6, store_bandwidth=8e6, load_latency=0.4)
     on = machine(engine_cache=60 * BLOCK_BYTES, gpus=2, tiers={"disk": link})
     requests = chats(5, every=60.0)
