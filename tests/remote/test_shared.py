@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from spec.offloading import StoreContext
 from tests.support.clock import wait_for
 from tests.support.replay_chains import (
     MODEL,
+    SLOT,
     chain_of,
     close,
     cpu,
@@ -18,9 +21,14 @@ from tests.support.replay_chains import (
     measured,
     scheduler_of,
 )
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.contract.generation import Generation
 from tiers.errors import TierUnusable
-from tiers.lab.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.shared_spec import SharedSpec
+from tiers.testing import make_key
 
 
 def _engine(place: Path, ranks: int, capacity: str) -> ReplayEngine:
@@ -43,6 +51,44 @@ def test_one_engine_loads_what_another_stored(tmp_path: Path, ranks: int) -> Non
     other.settle()
     assert stored and measured(other, "loaded_tokens", "shared") > 0
     close(other)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_of_full_attention_lie_in_packs_beside_windows(tmp_path: Path, ranks: int) -> None:
+    tmp_path.chmod(0o700)
+    model, blocks = ReplayModel(windows=(None, 14)), 128
+    prompt = list(range(blocks * model.block_tokens + 1))
+    tier = {"type": "shared", "path": tmp_path}
+    chain = chain_of(tier, staging=4 * blocks * SLOT * ranks, max_wait="30s")
+    for loaded in (0, blocks * model.block_tokens):
+        engine = ReplayEngine(chain, model, num_blocks=400, prefix_caching=False, world_size=ranks)
+        request = engine.generate(prompt, 1)
+        assert request.output == answer(model, prompt, 1, ranks)
+        assert request.loaded_tokens == loaded
+        close(engine)
+    several = [pack for pack in tmp_path.glob("?" * 32 + "/*/*") if pack.stat().st_size > 4 * SLOT]
+    assert len(several) == 2 * ranks, "128 blocks are two groups"
+
+
+def test_a_prompt_that_is_not_there_costs_few_reads_beside_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    names: list[str] = []
+    read = DirectoryBucket.read
+
+    def noted(bucket: DirectoryBucket, name: str, start: int, into: Any) -> int | None:
+        names.append(name)
+        return read(bucket, name, start, into)
+
+    monkeypatch.setattr(DirectoryBucket, "read", noted)
+    store = SharedSpec(path=tmp_path).open(StoreContext(4096))
+    parts = (True, False)
+    with closing(StoreManager(store, [bytes(16)], Generation(), in_order=parts)) as manager:
+        keys, lookup = [make_key() for _ in range(1024)], Lookup()
+        wait_for(lambda: manager.coverage(lookup, keys, range(1024)) is not None)
+        assert manager.coverage(lookup, keys, range(1024)) == [False] * 1024
+        assert len(names) < 32
 
 
 def test_answers_stay_right_where_the_directory_is_full(tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ class BlockGroups:
         """Whether every block is one paged block, without a window: the ordinary model's."""
         return len(self._parts) == 1 and self._parts[0].window is None
 
+    @property
+    def in_order(self) -> tuple[bool, ...]:
+        """Of each part, whether every block of a prompt has it, so that one that is kept stands for
+        those before it: of windows and states some are kept."""
+        return tuple(part.window is None for part in self._parts)
+
     def __len__(self) -> int:
         return len(self._parts)
 

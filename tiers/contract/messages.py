@@ -56,19 +56,27 @@ class LoadItem(NamedTuple):
 
 class PromptPart(NamedTuple):
     """Where a job's blocks are in their prompt, for stores with `Packs`: keys in a row, from the
-    beginning of a `group` of so many blocks on, and of each item its number among them. Empty: no
-    store asks."""
+    beginning of a `group` of so many blocks on, and of each item its number among them. `in_order`:
+    of each part of a block, as `BlockGroups` has it. Empty: no store asks."""
 
     keys: Sequence[bytes] = ()
     places: Sequence[int] = ()
     group: int = 1
+    in_order: Sequence[bool] = (True,)
 
     def prefixes(self, space: bytes, count: int) -> Sequence[Prefix | None]:
-        """Of each of a job's `count` items its prefix, under the names of a `space`."""
+        """Of each of a job's `count` items its prefix, under the names of a `space`; None of one
+        that stands alone. Each part of a block has prefixes of its own."""
         if not self.keys:
             return [None] * count
-        names = [space + key for key in self.keys]
-        return [Prefix(names, place, self.group) for place in self.places]
+        parts = len(self.in_order)
+        of_parts = [[space + key for key in self.keys[part::parts]] for part in range(parts)]
+        return [
+            Prefix(of_parts[place % parts], place // parts, self.group)
+            if self.in_order[place % parts]
+            else None
+            for place in self.places
+        ]
 
 
 NO_PART = PromptPart()

@@ -14,7 +14,7 @@ from tiers.contract.generation import Generation
 from tiers.contract.messages import NO_PART
 from tiers.store import Block
 
-KEYS = [b"key %d" % number for number in range(12)]
+KEYS = [b"key %d." % number for number in range(24)]
 SPACES = [b"one rank's space", b"other rank space"]
 
 
@@ -42,6 +42,12 @@ class Packing(Plain):
     def __init__(self) -> None:
         self.held = dict.fromkeys(SPACES, 0)
         self.asked: list[Sequence[bytes]] = []
+        self.alone: set[bytes] = set()
+        self.asked_alone: list[bytes] = []
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked_alone += keys
+        return [key in self.alone for key in keys]
 
     def pack_blocks(self) -> int:
         return 4
@@ -58,7 +64,7 @@ def store() -> Packing:
 
 @pytest.fixture
 def manager(store: Packing) -> Iterator[StoreManager]:
-    with closing(StoreManager(store, SPACES, Generation(), in_order=True)) as made:
+    with closing(StoreManager(store, SPACES, Generation(), in_order=(True,))) as made:
         yield made
 
 
@@ -87,11 +93,32 @@ def test_a_job_says_where_its_blocks_are(manager: StoreManager) -> None:
     assert first.keys[first.at] == SPACES[0] + KEYS[6] and first.group == 4
 
 
+def test_of_several_parts_each_that_is_in_order_is_a_prompt_and_windows_are_asked_for_behind_it(
+    store: Packing,
+) -> None:
+    """Of three parts two are in order, and the window's is asked for as far as those are held."""
+    store.held = {SPACES[0]: 3, SPACES[1]: 2}
+    store.alone = {space + KEYS[16] for space in SPACES} | {SPACES[0] + KEYS[13]}
+    with closing(StoreManager(store, SPACES, Generation(), in_order=(True, False, True))) as made:
+        found = _covered(made, range(15, 24))
+        assert found == [True, True, True, *[False] * 6]
+        assert store.asked == [
+            [space + key for key in KEYS[part::3][4:]] for part in (0, 2) for space in SPACES
+        ]
+        assert store.asked_alone == [space + KEYS[at] for space in SPACES for at in (13, 16)]
+        part = made.part(KEYS, [15, 16, 20])
+        assert part.keys == KEYS[12:21] and list(part.places) == [3, 4, 8]
+        first, window, last = part.prefixes(SPACES[0], 3)
+    assert window is None and first is not None and last is not None
+    assert (first.keys[first.at], first.at) == (SPACES[0] + KEYS[15], 1)
+    assert (last.keys[last.at], last.at) == (SPACES[0] + KEYS[20], 2)
+
+
 def test_others_are_asked_for_each_block_and_told_nothing(store: Packing) -> None:
     with closing(StoreManager(store, SPACES, Generation())) as of_several_groups:
         assert _covered(of_several_groups, range(2)) == [False, False]
         assert of_several_groups.part(KEYS, [1]) == NO_PART
-    with closing(StoreManager(Plain(), SPACES, Generation(), in_order=True)) as plain:
+    with closing(StoreManager(Plain(), SPACES, Generation(), in_order=(True,))) as plain:
         assert _covered(plain, range(2)) == [False, False]
         assert plain.part(KEYS, [1]) == NO_PART
     assert not store.asked

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiers.connector.worker.put_batches import batches, held_before
+from tiers.connector.worker.put_batches import batches, held_before, in_packs
 from tiers.store import Prefix
-from tiers.testing import MemoryStore, make_key
+from tiers.testing import Memory, MemoryStore, make_key
 
 
 def _numbered(first: int, count: int, group: int) -> list[Prefix | None]:
@@ -37,4 +37,14 @@ def test_a_store_that_packs_is_asked_for_prompts() -> None:
     names = [make_key() for _ in range(6)]
     held = held_before(Packing(), names, of_one + of_other)
     assert held == [True, True, False, False, True, False]
+    store = Packing()
+    store.put(Memory(names[:1], 16).fill().blocks)
+    held = held_before(store, names, [None, None, *of_one])
+    assert held == [True, False, True, True, False, False]
     assert held_before(MemoryStore(), names, of_one + of_other) == [False] * 6
+
+
+def test_blocks_of_one_prefix_are_put_in_a_row_and_others_as_they_came() -> None:
+    one, other = _numbered(0, 2, 4), _numbered(0, 2, 4)
+    assert in_packs([one[0], None, other[0], one[1], None, other[1]]) == [0, 3, 2, 5, 1, 4]
+    assert in_packs([None] * 3) == [0, 1, 2]

@@ -341,36 +341,36 @@ class OffloadingScheduler(SchedulerConnector):
         """Load this tier's part of a shared load, into the blocks that the request has by now."""
         tier_request = self._tier.request(request_state)
         blocks = [block for part in ranges for block in part]
-        of_block, keys, targets = self._parts(request_state, blocks)
+        numbers, targets = self._parts(request_state, blocks)
+        keys = [request_state.keys[number] for number in numbers]
         items = list(map(LoadItem, keys, targets, self.manager.prepare_load(keys)))
         # Within what the request may still wait, and what the load is worth.
         seconds = min(request_state.wait_budget.left(), request_state.choice.within)
         name, tag = request_state.request.request_id, self._requests.generation.tag
-        part = self.manager.part(request_state.keys, blocks)
+        part = self.manager.part(request_state.keys, numbers)
         job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, part)
+        size = len(self._requests.groups)
+        of_block = [number // size for number in numbers] if size > 1 else blocks
         self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared))
         self._loads.append(job)
         self.load_cost.began(job.job_id, self._tokens(len(blocks)))
         self._begins(tier_request, len(blocks))
 
-    def _parts(
-        self, request_state: RequestState, blocks: list[int]
-    ) -> tuple[list[int], list[bytes], list[int]]:
-        """Block, key and paged block of each part that the engine has a place for."""
-        groups, all_keys = self._requests.groups, request_state.keys
+    def _parts(self, request_state: RequestState, blocks: list[int]) -> tuple[list[int], list[int]]:
+        """The number of the key, and the paged block, of each part of these blocks that the engine
+        has a place for."""
+        groups = self._requests.groups
         if groups.is_plain:
             (table,) = request_state.tables
-            return blocks, [all_keys[b] for b in blocks], [table[b] for b in blocks]
-        of_block: list[int] = []
-        keys: list[bytes] = []
+            return blocks, [table[b] for b in blocks]
+        numbers: list[int] = []
         targets: list[int] = []
         for block in blocks:
             for part, paged in enumerate(groups.paged(request_state.tables, block)):
                 if paged != NULL_BLOCK or not groups.window:
-                    of_block.append(block)
-                    keys.append(all_keys[block * len(groups) + part])
+                    numbers.append(block * len(groups) + part)
                     targets.append(paged)
-        return of_block, keys, targets
+        return numbers, targets
 
     def _begins(self, tier_request: TierRequest, blocks: int) -> None:
         """The engine begins a request, which loads `blocks` blocks from this tier.

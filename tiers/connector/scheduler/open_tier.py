@@ -183,9 +183,9 @@ class TierOpener:
                 raise
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
         deadline = lookup_seconds(self._chain.max_wait)
-        is_plain = BlockGroups(self._engine).is_plain
+        in_order = BlockGroups(self._engine).in_order
         manager = StoreManager(
-            store, spaces, self._generation, self._now, deadline, in_order=is_plain
+            store, spaces, self._generation, self._now, deadline, in_order=in_order
         )
         if self._engine.kv_events:
             self._stores.append(manager)

@@ -47,21 +47,34 @@ class RankKeys:
         is_ours = bool(keys) and keys[0].endswith(tag)
         return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
 
-    def has_prefixes(self, prompts: Sequence[Sequence[bytes]]) -> list[bool]:
+    def has_prefixes(
+        self, prompts: Sequence[Sequence[bytes]], in_order: Sequence[bool]
+    ) -> list[bool]:
         """As `has`, of a store with `Packs`: of the keys of each prompt those before the first that
-        some rank misses; one after the other's."""
+        some rank misses; one after the other's. Of a block's parts (see `BlockGroups`) those that
+        are not `in_order` are asked for by themselves, as far as all others are held."""
         tag = self._generation.tag
-        asked: list[list[bytes]] = []
+        parts, asked = len(in_order), list[list[bytes]]()
         for keys in prompts:
             spaces = self._spaces_of(tag if keys and keys[0].endswith(tag) else b"")
-            asked += [[space + key for key in keys] for space in spaces]
+            for part in compress(range(parts), in_order):
+                asked += [[space + key for key in keys[part::parts]] for space in spaces]
         packs = capability(self._store, Packs)
         counts = [0] * len(asked) if packs is None else packs.held_prefix(asked)
-        ranks = len(self._namespaces)
+        each = sum(in_order) * len(self._namespaces)
+        blocks = [min(counts[start : start + each]) for start in range(0, len(counts), each)]
+        whole = [[*in_order] * count for count in blocks]
+        alone = [
+            key
+            for keys, known in zip(prompts, whole, strict=True)
+            for key, is_known in zip(keys, known, strict=False)
+            if not is_known
+        ]
+        of_alone = iter(self.has(alone) if alone else ())
         held: list[bool] = []
-        for number, keys in enumerate(prompts):
-            count = min(counts[number * ranks : (number + 1) * ranks])
-            held += [True] * count + [False] * (len(keys) - count)
+        for keys, known in zip(prompts, whole, strict=True):
+            held += [is_known or next(of_alone) for is_known in known]
+            held += [False] * (len(keys) - len(known))
         return held
 
     def recent(self, store: Recent, count: int, before: int | None) -> RecentBlocks:

@@ -123,11 +123,12 @@ class StoreManager(TierManager):
         clock: Callable[[], float] = time.monotonic,
         lookup_deadline: float = LOOKUP_SECONDS,
         *,
-        in_order: bool = False,
+        in_order: Sequence[bool] = (),
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
         lookup in flight counts as a miss. `in_order`: keys that are looked up are those of a
-        prompt's blocks, one of each, in order and from its first on."""
+        prompt's blocks, in order and from its first on, and these are the parts of each block (see
+        `BlockGroups`); none: they may be any."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._parts = RankKeys(store, namespaces, generation)
@@ -138,7 +139,7 @@ class StoreManager(TierManager):
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
-        self._in_order = in_order
+        self._in_order = in_order if any(in_order) else ()
         self._packs = 0
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = VisibilityCheck(name)
@@ -166,10 +167,13 @@ class StoreManager(TierManager):
     def part(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPart:
         if not (group := self._pack_blocks):
             return NO_PART
-        first = min(numbers)
-        base = first - first % group
+        base = self._group_begin(min(numbers), group)
         places = [number - base for number in numbers]
-        return PromptPart(keys[base : max(numbers) + 1], places, group)
+        return PromptPart(keys[base : max(numbers) + 1], places, group, self._in_order)
+
+    def _group_begin(self, number: int, group: int) -> int:
+        """The number of the first key of the group that has this one."""
+        return number - number % (group * len(self._in_order))
 
     def coverage(
         self, lookup: Lookup, keys: Sequence[bytes], asked: range
@@ -238,14 +242,17 @@ class StoreManager(TierManager):
         if asked is None or asked.first > first or now > lookup.until:
             lookup.renew()
             if group := self._pack_blocks:
-                first -= first % group
+                first = self._group_begin(first, group)
             asked = lookup.asked = self._queue.ask(keys, first)
         return asked
 
     def _look(self, questions: Sequence[Sequence[bytes]]) -> list[bool]:
         """Ask which keys the store has of all ranks; on a thread of the queue."""
         keys = [key for some in questions for key in some]
-        held = self._parts.has_prefixes(questions) if self._packs else self._parts.has(keys)
+        if self._packs:
+            held = self._parts.has_prefixes(questions, self._in_order)
+        else:
+            held = self._parts.has(keys)
         self._note_asked(keys, held)
         return held
 

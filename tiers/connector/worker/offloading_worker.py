@@ -23,7 +23,7 @@ from tiers.connector.worker.filling import Filling
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.namespace_notes import NamespaceNotes
-from tiers.connector.worker.put_batches import batches, held_before
+from tiers.connector.worker.put_batches import batches, held_before, in_packs
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.block_copier import ENDED, Fence, Gather
 from tiers.contract.connector import WorkerConnector
@@ -180,7 +180,6 @@ class Puts:
         self, generation: bytes, jobs: Sequence[tuple[StoreJob, list[int]]]
     ) -> tuple[list[bool], set[bytes]]:
         """Put items of jobs. Return which are held now, and the keys that were held before."""
-        stored: list[bool] = []
         known: set[bytes] = set()
         items = [job.items[i] for job, gathered in jobs for i in gathered]
         if self._store is None:
@@ -193,10 +192,11 @@ class Puts:
         for job, gathered in jobs:
             of_job = job.part.prefixes(space, len(job.items))
             prefixes += [of_job[i] for i in gathered]
-        for batch in batches(prefixes, batch_blocks(size)):
-            part = items[batch.start : batch.stop]
+        stored, order = [False] * len(items), in_packs(prefixes)
+        for batch in batches([prefixes[at] for at in order], batch_blocks(size)):
+            places = order[batch.start : batch.stop]
+            part, where = [items[at] for at in places], [prefixes[at] for at in places]
             names = [space + item.key for item in part]
-            where = prefixes[batch.start : batch.stop]
             if self._looks:
                 had = held_before(self._store, names, where)
                 known.update(item.key for item, was in zip(part, had, strict=True) if was)
@@ -204,7 +204,9 @@ class Puts:
             slots = [item.slot for item in part]
             payloads = map(memory.payload, slots)
             checksums = self._host.checksums(slots)
-            stored += self._store.put([*map(GatheredBlock, names, payloads, checksums, where)])
+            held = self._store.put([*map(GatheredBlock, names, payloads, checksums, where)])
+            for at, is_held in zip(places, held, strict=True):
+                stored[at] = is_held
         return stored, known
 
 

@@ -7,6 +7,14 @@ from collections.abc import Iterator, Sequence
 from tiers.store import Packs, Prefix, TierStore, capability
 
 
+def in_packs(prefixes: Sequence[Prefix | None]) -> list[int]:
+    """Places of blocks, of which these are the prefixes, in the order to put them: those of each
+    prefix in a row, or the parts of a block would part a pack; then those that stand alone."""
+    of_prefix = [0 if prefix is None else id(prefix.keys) for prefix in prefixes]
+    rows = {keys: row for row, keys in enumerate(dict.fromkeys(of_prefix)) if keys}
+    return sorted(range(len(prefixes)), key=lambda at: rows.get(of_prefix[at], len(prefixes)))
+
+
 def batches(prefixes: Sequence[Prefix | None], most: int) -> Iterator[range]:
     """Part blocks, of which these are the prefixes, into ranges of `most` at most. A range does not
     end within a group that the next one goes on with, if it has the end of another."""
@@ -30,7 +38,9 @@ def held_before(
     """Which of these blocks the store has. One that packs prompts is asked for those."""
     packs = capability(store, Packs)
     prompts = {id(prefix.keys): prefix.keys for prefix in prefixes if prefix is not None}
-    if packs is None or not prompts or None in prefixes:
+    if packs is None or not prompts:
         return store.has(names)
     counts = dict(zip(prompts, packs.held_prefix([*prompts.values()]), strict=True))
-    return [p is not None and p.at < counts[id(p.keys)] for p in prefixes]
+    alone = [name for name, prefix in zip(names, prefixes, strict=True) if prefix is None]
+    of_alone = iter(store.has(alone) if alone else ())
+    return [next(of_alone) if p is None else p.at < counts[id(p.keys)] for p in prefixes]
