@@ -67,6 +67,19 @@ def test_several_groups_come_back_from_every_tier(
     assert sum(restarted.loaded().values()) > 0
 
 
+def test_several_groups_come_back_from_packs(
+    run_windowed: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    tiers = [{"type": "shared", "path": str(tmp_path)}]
+    assert run_windowed(GEMMA, LONG, tiers).tokens == answers[:3]
+    restarted = run_windowed(GEMMA, LONG, tiers)
+    assert restarted.tokens == answers[:3]
+    assert restarted.loaded() == {"shared": len(LONG) * BLOCKS * 32}
+    sizes = sorted(pack.stat().st_size for pack in tmp_path.glob("?" * 32 + "/*/*"))
+    assert sizes[-1] > 2 * sizes[len(sizes) // 2], "those of full attention have several blocks"
+
+
 @pytest.mark.faults
 def test_requests_are_preempted_and_aborted_in_too_little_kv(
     run_windowed: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
