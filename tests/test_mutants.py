@@ -26,7 +26,7 @@ def test_each_mutant_is_one_and_compiles() -> None:
 def test_there_are_enough_and_no_two_of_one_name() -> None:
     names = Counter((mutant.store, mutant.what) for mutant in MUTANTS)
     assert set(names.values()) == {1} and len(MUTANTS) >= 100
-    stores = {"template", "disk", "redis", "object", "shared", "upkeep"}
+    stores = {"template", "disk", "redis", "object", "shared", "upkeep", "capacity"}
     assert {mutant.store for mutant in MUTANTS} == stores | {"lru", "arc", "admission"}
 
 

@@ -4,6 +4,7 @@ KVTiersError             (in spec/errors.py)
 ├── SpecError            a chain can't be used; has a line for each reason
 ├── TierError            a tier could not do what it was asked; the guard makes it a miss
 │   ├── TierUnavailable  it may work again: a refused connection, a timeout, an I/O error
+│   │   └── TierRefused  its user may not do that there
 │   ├── TierFull         no room could be made
 │   ├── TierUnusable     not as it is configured: logged once at open, the chain works without it
 │   └── TierNotOpen      not now: its place is missing, full or read-only; tried again
@@ -27,6 +28,10 @@ class TierError(KVTiersError):
 
 class TierUnavailable(TierError):
     """The tier failed for now and may work again later."""
+
+
+class TierRefused(TierUnavailable):
+    """The tier's user, or its credentials, may not do that there."""
 
 
 class TierFull(TierError):

@@ -57,15 +57,15 @@ def open_shared(folder: Path) -> Any:
 
 
 class Upkeep:
-    """The shared directory's own tests, for what no kit of stores sees."""
+    """The own tests of a shared directory or a bucket, for what no kit of stores sees."""
 
-    FILES = ("tests/remote/test_evictor.py", "tests/remote/test_directory_bucket.py")
+    def __init__(self, *files: str) -> None:
+        self._files = [str(ROOT / "tests" / "remote" / file) for file in files]
 
     def test_upkeep(self) -> None:
         """Raises AssertionError with the first that fails."""
-        files = [str(ROOT / file) for file in self.FILES]
         failed = _First()
-        pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *files], plugins=[failed])
+        pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *self._files], plugins=[failed])
         assert not failed.name, failed.name
 
 
@@ -105,7 +105,8 @@ def open_kits(stores: set[str]) -> Iterator[dict[str, OpenKit]]:
         "disk": open_disk,
         "object": open_object,
         "shared": open_shared,
-        "upkeep": lambda folder: Upkeep(),
+        "upkeep": lambda folder: Upkeep("test_evictor.py", "test_directory_bucket.py"),
+        "capacity": lambda folder: Upkeep("test_object_capacity.py"),
         **{name: open_policy(name) for name in ("lru", "arc", "admission")},
     }
     if "redis" not in stores:

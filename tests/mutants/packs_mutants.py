@@ -13,6 +13,11 @@ KNOWN = Source("object", "tiers/remote/packs/known.py")
 BUCKET = Source("object", "tiers/remote/obstore_bucket.py")
 SPEC = Source("object", "tiers/remote/object_spec.py")
 
+KEPT = Source("capacity", "tiers/remote/object_upkeep.py")
+LISTED = Source("capacity", "tiers/remote/obstore_bucket.py")
+EVICTOR = Source("capacity", "tiers/remote/evictor.py")
+LEASE = Source("capacity", "tiers/remote/lease.py")
+
 MARKED = "                held[at : at + count] = [True] * count\n"
 RENEWED = '                self._renewed.count("value", sum(held))\n'
 VERIFIED = (
@@ -243,7 +248,9 @@ MUTANTS = (
         "",
         equal="a record says its length, and it is compared",
     ),
-    BUCKET.but("bytes", "a pack replaces one of its name", ', mode="create"', ""),
+    BUCKET.but(
+        "bytes", "a pack replaces one of its name", 'parts, "create")', 'parts, "overwrite")'
+    ),
     BUCKET.but("bytes", "a read begins at 0", '{"range": (start, start +', '{"range": (0, '),
     # -- scale -------------------------------------------------------------------------------
     STORE.but(
@@ -411,5 +418,135 @@ MUTANTS = (
         "self._threads = POOL",
         'T = TypeVar("T")\n',
         'T = TypeVar("T")\nPOOL = io_executor(32, "packs")\n',
+    ),
+    # -- a capacity, by its own tests ----------------------------------------------------------
+    LISTED.but(
+        "eviction", "marks go", "key_of(each.name) and not is_mark(each.name)", "key_of(each.name)"
+    ),
+    LISTED.but("eviction", "what is no pack goes", "key_of(each.name) and not", "not"),
+    LISTED.but(
+        "eviction",
+        "one that is gone ends the deletes of others",
+        "            for path in paths:\n                with suppress(",
+        "            for path in ():\n                with suppress(",
+    ),
+    LISTED.but(
+        "eviction",
+        "a listing begins anew",
+        '                last = found[-1]["path"]\n',
+        "                pass\n",
+    ),
+    LISTED.but(
+        "eviction",
+        "a folder's listing goes on without an order",
+        "                if last is not None and isinstance(store, LocalStore):\n",
+        "                if False:\n",
+    ),
+    LISTED.but(
+        "refusals",
+        "a listing that is refused is one that fails",
+        "status(?: code)?:? 40[13]\\b|",
+        "",
+    ),
+    LISTED.but(
+        "refusals", "a refused delete of many is one that fails", "|\\(code: AccessDenied\\)", ""
+    ),
+    LISTED.but(
+        "bound",
+        "a full cluster is a tier that is down",
+        "is_full = _FULL.search(str(error)) is not None",
+        "is_full = False",
+    ),
+    KEPT.but(
+        "lease",
+        "a full cluster ends it",
+        "        with suppress(TierFull):  # nobody",
+        "        with suppress():  # nobody",
+    ),
+    KEPT.but(
+        "lease",
+        "any process takes it",
+        "        return self._bucket.put(_name(term + 1), [note])\n",
+        "        self._bucket.replace(_name(term + 1), note)\n        return True\n",
+    ),
+    KEPT.but(
+        "lease",
+        "former terms stay",
+        "        if older := terms[:-1]:\n",
+        "        if older := terms[:0]:\n",
+    ),
+    LEASE.but(
+        "lease",
+        "a beat that fails loses it for minutes",
+        "found[1] in (_NOBODY, self._owner)",
+        "found[1] == _NOBODY",
+    ),
+    LEASE.but(
+        "lease",
+        "who watches lists",
+        "        if held or self._is_free(self._seen[0]):\n",
+        "        if True:\n",
+    ),
+    EVICTOR.but(
+        "cost",
+        "a long listing is followed by a short pause",
+        "        return max(self.seconds, self.times * took)\n",
+        "        return self.seconds\n",
+    ),
+    EVICTOR.but(
+        "bound",
+        "what fills fast is counted as seldom",
+        "ended + min(self._lasts, usual)",
+        "ended + usual",
+    ),
+    EVICTOR.but(
+        "cost",
+        "what fills slowly is counted as often",
+        "ended + min(self._lasts, usual)",
+        "ended",
+    ),
+    EVICTOR.but(
+        "cost",
+        "one that fails is not paused after",
+        "            finally:\n                ended",
+        "            else:\n                ended",
+        "            try:\n                self._round()\n",
+        "            try:\n                self._round()\n            except ZeroDivisionError:\n                raise\n",
+    ),
+    EVICTOR.but(
+        "cost",
+        "one round follows the other where a put found no room",
+        "            self._next_round = self._soonest_round\n",
+        "            self._next_round = 0.0\n",
+    ),
+    EVICTOR.but(
+        "refusals",
+        "what is refused is not told",
+        "        self._refused = self._refused_now\n",
+        "",
+    ),
+    EVICTOR.but(
+        "refusals",
+        "a refused lease is not told",
+        "                self._barred = str(error)\n",
+        "                pass\n",
+    ),
+    EVICTOR.but(
+        "refusals",
+        "what was refused is told for ever",
+        '                self._barred = ""\n',
+        "                pass\n",
+    ),
+    EVICTOR.but(
+        "lease",
+        "an error ends the upkeep",
+        "                seconds = self._pace.beat\n",
+        "                return\n",
+    ),
+    EVICTOR.but(
+        "eviction",
+        "the newest goes first",
+        "        for last in sorted(ages):\n",
+        "        for last in sorted(ages, reverse=True):\n",
     ),
 )

@@ -13,7 +13,9 @@ SPEC = Source("shared", "tiers/remote/shared_spec.py")
 
 KEPT = Source("upkeep", "tiers/remote/directory_bucket.py")
 WRITTEN = Source("upkeep", "tiers/remote/directory_files.py")
+LEFT = Source("upkeep", "tiers/remote/directory_upkeep.py")
 EVICTOR = Source("upkeep", "tiers/remote/evictor.py")
+ENDS = Source("shared", "tiers/remote/evictor.py")
 LEASE = Source("upkeep", "tiers/remote/lease.py")
 
 RENAME = "            os.link(temporary, path)\n"
@@ -111,7 +113,7 @@ MUTANTS = (
         "    finally:\n        os.close(handle)\n\n\ndef after",
         "    finally:\n        pass\n\n\ndef after",
     ),
-    BUCKET.but("leaks", "the evictor stays", "        self._end_upkeep()\n", "        pass\n"),
+    ENDS.but("leaks", "the evictor stays", "        self._end_upkeep()\n", "        pass\n"),
     SPEC.but(
         "spec", "it does not say that it verifies", "    verifies: ClassVar[bool] = True\n", ""
     ),
@@ -222,19 +224,19 @@ MUTANTS = (
         "",
         equal="65,536 names are some MiB; no test puts so many packs",
     ),
-    KEPT.but(
+    EVICTOR.but(
         "bound",
         "a put is not counted",
         "            self._evictor.ends(size, stored)\n",
         "            pass\n",
     ),
-    KEPT.but(
+    EVICTOR.but(
         "bound",
         "a put that failed counts",
         "            self._evictor.ends(size, stored)\n",
         "            self._evictor.ends(size, True)\n",
     ),
-    KEPT.but(
+    EVICTOR.but(
         "bound",
         "a full directory is put into",
         "        if not self._evictor.admits(size):\n",
@@ -277,14 +279,14 @@ MUTANTS = (
     EVICTOR.but(
         "eviction",
         "all of the last age go",
-        "            if pack.age > last or (pack.age == last and spare <= 0):\n",
-        "            if pack.age > last:\n",
+        "                    if _age(pack) < last or spare > 0:\n",
+        "                    if True:\n",
     ),
     EVICTOR.but(
         "eviction",
         "nothing goes",
-        "            if self._remove(pack.path):\n                freed",
-        "            if True:\n                freed",
+        "            if packs:\n                self._bucket.delete(",
+        "            if not packs:\n                self._bucket.delete(",
     ),
     EVICTOR.but(
         "eviction",
@@ -304,41 +306,36 @@ MUTANTS = (
         "min(int(LOW * self._capacity)",
         "min(int(HIGH * self._capacity)",
     ),
-    EVICTOR.but(
+    LEFT.but(
         "eviction",
         "files of others go",
-        '                elif key_of(f"{folder}/{file}") is not None:\n',
-        "                else:\n",
+        "            elif key_of(name) is not None:\n",
+        "            else:\n",
     ),
-    EVICTOR.but(
+    LEFT.but(
         "leftovers",
         "they stay",
-        "                if leftovers and file.startswith(TEMPORARY):\n",
-        "                if False:\n",
+        "            if file.startswith(TEMPORARY):\n",
+        "            if False:\n",
     ),
-    EVICTOR.but(
+    LEFT.but(
         "leftovers",
         "they go at once",
         "        if now - since < TEMPORARY_SECONDS:\n",
         "        if False:\n",
     ),
-    EVICTOR.but(
+    LEFT.but(
         "leftovers",
         "one that grows goes, too",
         "        if (size, changed) != (found.st_size, found.st_mtime_ns):\n",
         "        if not since:\n",
     ),
-    EVICTOR.but(
-        "leftovers",
-        "empty folders stay",
-        "            if leftovers and is_empty:\n",
-        "            if False:\n",
-    ),
-    EVICTOR.but(
+    LEFT.but("leftovers", "empty folders stay", "        if is_empty:\n", "        if False:\n"),
+    LEFT.but(
         "leftovers",
         "what was watched is kept for ever",
-        "        if leftovers:\n            self._watched = seen\n",
-        "        if leftovers:\n            self._watched |= seen\n",
+        "        self._before = self._watched\n",
+        "        self._before |= self._watched\n",
         equal="it costs memory alone, a name for each folder that was ever empty",
     ),
     EVICTOR.but(
@@ -350,13 +347,13 @@ MUTANTS = (
     EVICTOR.but(
         "lease",
         "a walk renews no lease",
-        "            if not self._beat():\n                return\n            is_empty",
-        "            is_empty",
+        "            if not self._beat():\n                return\n            yield packs",
+        "            yield packs",
     ),
     EVICTOR.but(
         "lease",
         "an error ends the upkeep",
-        "                seconds = BEAT_SECONDS\n",
+        "                seconds = self._pace.beat\n",
         "                return\n",
     ),
     EVICTOR.but(
@@ -365,13 +362,13 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "it is never lost",
-        "        return is_left or self._clock() - self._since >= WATCH_SECONDS\n",
+        "        return is_left or self._clock() - self._since >= self._watch\n",
         "        return is_left\n",
     ),
     LEASE.but(
         "lease",
         "it is lost at once",
-        "        return is_left or self._clock() - self._since >= WATCH_SECONDS\n",
+        "        return is_left or self._clock() - self._since >= self._watch\n",
         "        return is_left or self._clock() - self._since >= 0\n",
     ),
     LEASE.but("lease", "a beat changes nothing", "        self._beats += 1\n", ""),
@@ -381,17 +378,17 @@ MUTANTS = (
         "            self._seen, self._since = (term, note), self._clock()\n",
         "            self._seen = (term, note)\n",
     ),
-    LEASE.but(
+    LEFT.but(
         "lease",
         "it is taken without a rename",
         "                os.rename(self._file(term), self._file(term + 1))\n",
-        "                fill(create(self._file(term + 1)), [b' ' * _NOTE_BYTES], self._mode)\n",
+        "                fill(create(self._file(term + 1)), [b' ' * NOTE_BYTES], self._mode)\n",
     ),
     LEASE.but(
         "lease",
         "a holder that was stopped goes on",
-        "        if newest == held > 0:\n",
-        "        if held > 0:\n",
+        "            if newest == held > 0:\n",
+        "            if held > 0:\n",
         equal="the file of its term is gone, so it writes nothing and holds nothing",
     ),
     LEASE.but(
@@ -406,14 +403,14 @@ MUTANTS = (
         "            self._write(held, _NOBODY)\n",
         "            pass\n",
     ),
-    LEASE.but(
+    LEFT.but(
         "lease",
         "files of former terms stay",
         "        for term in terms[:-1]:  # made while the one was renamed\n            unlink(self._file(term))\n",
         "",
         survives="each is a few bytes, and the newest counts",
     ),
-    LEASE.but(
+    LEFT.but(
         "lease", "its folder is one user's", "            os.chmod(self._folder, self._mode)\n", ""
     ),
 )

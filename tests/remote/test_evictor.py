@@ -16,16 +16,20 @@ import pytest
 from spec.offloading import StoreContext
 from tests.support.clock import Clock, wait_for
 from tiers.errors import TierFull
-from tiers.remote import directory_files, evictor
-from tiers.remote.directory_bucket import DirectoryBucket, KeptDirectory
+from tiers.remote import directory_bucket, directory_files, evictor
+from tiers.remote.directory_bucket import PACE, UNBOUNDED_PACE, DirectoryBucket, kept_directory
 from tiers.remote.directory_files import TEMPORARY
-from tiers.remote.evictor import BEAT_SECONDS, TEMPORARY_SECONDS, Evictor
-from tiers.remote.lease import WATCH_SECONDS, Lease
+from tiers.remote.directory_upkeep import TEMPORARY_SECONDS, DirectoryTerms
+from tiers.remote.evictor import Evictor, Pause
+from tiers.remote.lease import WATCH_BEATS, Lease
 from tiers.remote.packs.pack import name_of
 from tiers.remote.shared_spec import SharedSpec
 from tiers.testing import Memory, make_key
 
 SIZE = 1000
+BEAT_SECONDS = PACE.beat
+WATCH_SECONDS = WATCH_BEATS * BEAT_SECONDS
+AT_ONCE = PACE._replace(beat=0.01, usual=Pause(0.01, 1), full=Pause(0.01, 0))
 DAY = 86400
 
 
@@ -37,11 +41,12 @@ def place(tmp_path: Path) -> Path:
 
 
 def lease(place: Path, clock: Clock) -> Lease:
-    return Lease(str(place), 0o700, clock)
+    return Lease(DirectoryTerms(str(place), 0o700), BEAT_SECONDS, clock)
 
 
 def keeper(place: Path, capacity: int | None, clock: Clock) -> Evictor:
-    return Evictor(str(place), capacity, lease(place, clock), clock)
+    pace = UNBOUNDED_PACE if capacity is None else PACE
+    return Evictor(DirectoryBucket(place, clock), capacity, lease(place, clock), pace, clock)
 
 
 def fill(place: Path, ages: Sequence[float]) -> list[Path]:
@@ -120,9 +125,9 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from typing import Any
-from tiers.remote.directory_bucket import KeptDirectory
+from tiers.remote.directory_bucket import kept_directory
 
-bucket = KeptDirectory(Path(sys.argv[1]), 10**9)
+bucket = kept_directory(Path(sys.argv[1]), 10**9)
 while not bucket._evictor._count.round:
     time.sleep(0.01)
 print("holds", flush=True)
@@ -235,12 +240,25 @@ def test_a_process_knows_what_others_have_put(place: Path) -> None:
     assert not other.admits(8 * SIZE), "what it put lately may not be counted yet"
 
 
+def test_what_a_count_may_have_missed_counts_until_the_next(place: Path) -> None:
+    clock = Clock()
+    upkeep = keeper(place, 10 * SIZE, clock)
+    upkeep.step()
+    assert upkeep.admits(6 * SIZE)
+    upkeep.ends(6 * SIZE, True)  # into a folder that was walked just before
+    clock.now += 100
+    upkeep.step()
+    assert not upkeep.admits(5 * SIZE)
+    clock.now += 100
+    upkeep.step()
+    assert upkeep.admits(10 * SIZE), "it is counted, or gone, by now"
+
+
 def test_a_tier_that_is_full_makes_room_and_serves(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evictor, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(evictor, "ROUND_SECONDS", 0.01)
-    monkeypatch.setattr(evictor, "FULL_SECONDS", 0.01)
+    monkeypatch.setattr(directory_bucket, "PACE", AT_ONCE)
+    monkeypatch.setattr(evictor, "GRAIN_SECONDS", 1e-3)  # else the one put last may be among them
     capacity = 40 * 70_000
     spec = SharedSpec(path=place, capacity=capacity)
     with closing(spec.open(StoreContext(65536))) as store:
@@ -287,7 +305,7 @@ def test_upkeep_goes_on_where_no_file_can_be_made(
 def test_upkeep_that_fails_ends_no_tier_and_goes_on(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evictor, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(directory_bucket, "PACE", AT_ONCE)
     real, failing = os.scandir, [True]
 
     def scandir(path: str) -> object:
@@ -297,7 +315,7 @@ def test_upkeep_that_fails_ends_no_tier_and_goes_on(
 
     monkeypatch.setattr(os, "scandir", scandir)
     packs = fill(place, [DAY] * 20)
-    with closing(KeptDirectory(place, 10 * SIZE)) as bucket:
+    with closing(kept_directory(place, 10 * SIZE)) as bucket:
         name = name_of(make_key())
         assert bucket.put(name, [b"x"])
         assert bucket.read(name, 0, [memoryview(bytearray(1))]) == 1
@@ -319,7 +337,7 @@ def test_a_file_of_others_in_a_folder_of_packs_stays(place: Path) -> None:
 
 
 def test_a_put_that_failed_takes_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(KeptDirectory(place, 10 * SIZE)) as bucket:
+    with closing(kept_directory(place, 10 * SIZE)) as bucket:
 
         def full(*given: object) -> None:
             raise OSError(errno.ENOSPC, "full")
@@ -333,7 +351,7 @@ def test_a_put_that_failed_takes_no_room(place: Path, monkeypatch: pytest.Monkey
 
 
 def test_who_closes_it_leaves_the_lease_to_others_at_once(place: Path) -> None:
-    bucket = KeptDirectory(place, 10 * SIZE)
+    bucket = kept_directory(place, 10 * SIZE)
     wait_for(lambda: bool(list(place.glob("upkeep/term-*"))))
     bucket.close()
     assert lease(place, Clock()).beat()
@@ -365,7 +383,7 @@ def test_a_long_walk_keeps_the_lease(place: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_lease_is_of_the_directorys_group(place: Path) -> None:
     before = os.umask(0o077)
     try:
-        Lease(str(place), 0o2770).beat()
+        Lease(DirectoryTerms(str(place), 0o2770), BEAT_SECONDS).beat()
     finally:
         os.umask(before)
     folder = place / "upkeep"

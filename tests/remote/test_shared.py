@@ -125,7 +125,7 @@ def test_an_engine_whose_capacity_is_not_that_of_the_evictor_says_so(
 ) -> None:
     tmp_path.chmod(0o700)
     one, other = (_engine(tmp_path, 1, capacity) for capacity in ("1MiB", "1GiB"))
-    wait_for(lambda: "capacity 1MiB evicts for all on its directory" in caplog.text)
+    wait_for(lambda: "capacity 1MiB evicts for all there" in caplog.text)
     drive(other, 1)
     assert scheduler_of(other, 1).condition()[0] == "degraded"
     close(one)

@@ -18,6 +18,7 @@ from typing import Any
 from tests.support.servers import free_port
 
 KEY_ID, SECRET = "kvtiers-test", "s3same-0pen"
+NO_LISTS = "kvtiers-lists-not"
 BUCKET = "blocks"
 START_SECONDS = 90.0
 
@@ -192,9 +193,18 @@ class SeaweedCluster:
 
 
 def _identities() -> dict[str, Any]:
-    keys = [{"accessKey": KEY_ID, "secretKey": SECRET}]
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    return {"identities": [{"name": "kvtiers", "credentials": keys, "actions": actions}]}
+    """One that may do all, and one that may not list."""
+    actions = {KEY_ID: ["Admin", "Read", "Write", "List", "Tagging"], NO_LISTS: ["Read", "Write"]}
+    return {
+        "identities": [
+            {
+                "name": key_id,
+                "credentials": [{"accessKey": key_id, "secretKey": SECRET}],
+                "actions": may,
+            }
+            for key_id, may in actions.items()
+        ]
+    }
 
 
 def _pair_of_ports() -> int:
@@ -214,7 +224,8 @@ class Front:
     """Passes requests on to a server, one a connection. What it does to them changes at any time.
 
     `delay`: seconds before each answer. `refuse`: answer with this status, and this code in the
-    body, in place of the server; `refusals`: so often, None: until told otherwise. `upload_limit`:
+    body, in place of the server; `refuse_to`: requests of this method alone; `refusals`: so often,
+    None: until told otherwise. `upload_limit`:
     bytes of a request after which the connection is cut. `lose_answers_to`: a method whose answers
     never arrive, once. `rate`: bytes a second of one answer. A context manager.
     """
@@ -223,6 +234,7 @@ class Front:
         self._to = port
         self.delay = 0.0
         self.refuse: tuple[int, str] | None = None
+        self.refuse_to = b""
         self.refusals: int | None = None
         self.upload_limit: int | None = None
         self.lose_answers_to = b""
@@ -269,7 +281,7 @@ class Front:
         )
         if self.delay:
             time.sleep(self.delay)
-        refused = self._refused()
+        refused = self._refused() if head.startswith(self.refuse_to) else None
         if refused is not None:
             self._swallow(connection, length - len(body))
             status, code = refused

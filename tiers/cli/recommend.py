@@ -152,7 +152,7 @@ def _ask(engine: str | None, folder: Path | None) -> Asked:
 def _check_chain(present: ChainSpec, asked: Asked | None, file: Path) -> None:
     """Refuse a file that is not the chain that runs, and a chain that no search knows."""
     from spec.chain import shown_chain
-    from tiers.tuning.machine import size_of
+    from tiers.tuning.machine import size_key, size_of
 
     here = shown_chain(present)
     there = here if asked is None else asked.running.chain
@@ -167,8 +167,8 @@ def _check_chain(present: ChainSpec, asked: Asked | None, file: Path) -> None:
     for tier in present.tiers:
         if size_of(tier) is None:
             raise refused(
-                f"{file}: tier {tier.tier_name} has no size: write maxmemory there, as the "
-                "server has it, and apply that first"
+                f"{file}: tier {tier.tier_name} has no size: write {size_key(type(tier))} there, "
+                "as a server has it, and apply that first"
             )
 
 

@@ -1,7 +1,7 @@
 """A bucket of files in a directory that hosts share: NFS, Lustre, CephFS, a volume of Kubernetes.
 
 PATH/NAMESPACE/XX/REST      a pack (`packs.pack.name_of`), in one of 256 folders a namespace
-PATH/NAMESPACE/XX/.tmp-*    one that is being written, or whose writer died
+PATH/NAMESPACE/XX/.tmp-*    one that is being written, or whose writer died (`directory_upkeep`)
 
 What is promised, and by what:
 
@@ -29,7 +29,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,16 +40,14 @@ from tiers.remote.directory_files import (
     TEMPORARY,
     after,
     create,
-    fan_out,
-    files,
     fill,
     first,
+    refusal,
     unlink,
 )
-from tiers.remote.evictor import Evictor
+from tiers.remote.directory_upkeep import DirectoryTerms, PacksAndLeftovers
+from tiers.remote.evictor import Evictor, KeptBucket, Pace, Pause
 from tiers.remote.lease import Lease
-from tiers.remote.packs.bucket import Listed
-from tiers.remote.packs.pack import key_of
 from tiers.store import time_left
 
 PIECE_BYTES = 1 << 20
@@ -60,7 +58,9 @@ USE_SECONDS = 60.0
 directory that turns over in 100 to 650 seconds, hits are at most 2 points fewer than with each use
 recorded, and with 600 seconds 1 to 11."""
 _MOST_USES = 65536
-_LISTED_AT_ONCE = 1000
+PACE = Pace(beat=5.0, usual=Pause(10.0, 1.0), full=Pause(1.0, 0.0), deletes=1)
+UNBOUNDED_PACE = PACE._replace(usual=Pause(600.0, 1.0))
+"""The same where there is no capacity to keep, and only leftovers to remove."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -68,13 +68,14 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 class DirectoryBucket:
     """A `Bucket` over a directory, whose files are used by its group if the directory is."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises TierNotOpen where the directory is missing: it is not made, so that a file system
         that is not mounted is no empty tier on this host's own disk. Raises TierUnusable."""
         self._path = str(path)
         self.mode = _mode_of(path)
         """Of the folders that are made in it."""
         self._uses = _Uses()
+        self.list = PacksAndLeftovers(self._path, clock).list
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         folder = f"{self._path}/{name.rpartition('/')[0]}"
@@ -163,27 +164,6 @@ class DirectoryBucket:
             for name in names:
                 unlink(f"{self._path}/{name}")
 
-    def list(self, prefix: str) -> Iterator[Sequence[Listed]]:
-        with self._translated():
-            found: list[Listed] = []
-            for folder in self._folders(prefix):
-                for file, facts in files(f"{self._path}/{folder}"):
-                    name = f"{folder}/{file}"
-                    if key_of(name) is not None:
-                        found.append(Listed(name, facts.st_size))
-                    if len(found) == _LISTED_AT_ONCE:
-                        yield found
-                        found = []
-            if found:
-                yield found
-
-    def _folders(self, prefix: str) -> Iterator[str]:
-        """The folders of packs whose names begin with `prefix`, from the directory on."""
-        space, _, rest = prefix.strip("/").partition("/")
-        if rest:
-            return iter([f"{space}/{rest}"])
-        return fan_out(self._path, [space] if space else [])
-
     def describe(self) -> str:
         return self._path
 
@@ -197,38 +177,21 @@ class DirectoryBucket:
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except PermissionError as error:
+            raise refusal(error, self._path) from error
         except OSError as error:
             kind = TierFull if error.errno in _FULL else TierUnavailable
             raise kind(f"{self._path}: {error.strerror or type(error).__name__}") from error
 
 
-class KeptDirectory(DirectoryBucket):
-    """One that is kept below a capacity, with all processes that have it open."""
-
-    def __init__(self, path: Path, capacity: int | None) -> None:
-        """`capacity` in bytes; None: only what dead writers left is removed. Raises as the other,
-        and RuntimeError where a thread can't be had."""
-        super().__init__(path)
-        place = str(path)
-        self._evictor = Evictor(place, capacity, Lease(place, self.mode))
-        self._end_upkeep = self._evictor.start()
-
-    def put(self, name: str, parts: Sequence[Buffer]) -> bool:
-        size = sum(map(len, parts))
-        if not self._evictor.admits(size):
-            raise TierFull(f"{self._path} is full; packs are being evicted")
-        stored = False
-        try:
-            stored = super().put(name, parts)
-        finally:
-            self._evictor.ends(size, stored)
-        return stored
-
-    def warning(self) -> str:
-        return self._evictor.warning()
-
-    def close(self) -> None:
-        self._end_upkeep()
+def kept_directory(path: Path, capacity: int | None) -> KeptBucket:
+    """One that is kept below a capacity, in bytes, with all processes that have it open; None: only
+    what dead writers left is removed. Raises as `DirectoryBucket`, and RuntimeError where a thread
+    can't be had."""
+    bucket = DirectoryBucket(path)
+    pace = UNBOUNDED_PACE if capacity is None else PACE
+    lease = Lease(DirectoryTerms(str(path), bucket.mode), pace.beat)
+    return KeptBucket(bucket, Evictor(bucket, capacity, lease, pace))
 
 
 class _Uses:

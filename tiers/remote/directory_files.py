@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from tiers.block import NAMESPACE_BYTES, Buffer
+from tiers.errors import TierRefused
 
 TEMPORARY = ".tmp-"
 """What the name of a file begins with that is being written."""
@@ -83,11 +84,15 @@ def namespaces(path: str) -> list[str]:
     return _folders(path, _NAMESPACE)
 
 
-def fan_out(path: str, spaces: Sequence[str] = ()) -> Iterator[str]:
-    """The folders of packs below `path`, of these namespaces or of all. Raises OSError."""
-    for space in spaces or namespaces(path):
-        for folder in _folders(f"{path}/{space}", _FAN_OUT):
-            yield f"{space}/{folder}"
+def fan_out(path: str, space: str) -> Iterator[str]:
+    """The folders of packs below `path`, of this namespace. Raises OSError."""
+    for folder in _folders(f"{path}/{space}", _FAN_OUT):
+        yield f"{space}/{folder}"
+
+
+def refusal(error: PermissionError, path: str) -> TierRefused:
+    """What the user of this process may not do; `path`: where the error names no file."""
+    return TierRefused(f"{error.filename or path}: {error.strerror or 'Permission denied'}")
 
 
 def entries(folder: str) -> list[os.DirEntry[str]]:

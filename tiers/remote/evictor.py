@@ -1,83 +1,92 @@
-"""The upkeep of a shared directory: one process of all evicts, and each knows when it is full.
+"""The upkeep of a bucket of packs: one process of all evicts, and each knows when it is full.
 
-The holder of the lease walks the directory, folder by folder, and never has its list in memory: it
-counts bytes by age, in steps of `GRAIN_SECONDS`. Beyond `HIGH` of the capacity a second walk
+The holder of the lease lists the bucket, piece by piece, and never has its list in memory: it
+counts bytes by age, in steps of `GRAIN_SECONDS`. Beyond `HIGH` of the capacity a second listing
 deletes what is older than the age at which `LOW` of it would be left; one more of the largest packs
-then has room, if two of them fit. A pack's age is its `mtime`, which a host that reads it renews
-once in `USE_SECONDS`, so the order is that of the last uses as far as hosts' clocks agree (NFS: the
-server's clock alone). Nothing else depends on it.
+then has room, if two of them fit. A pack's age is what the listing says. In a directory a host that
+reads it renews its file's time once in `USE_SECONDS`, so the order is that of the last uses as far
+as hosts' clocks agree (NFS: the server's clock alone); in an object store it is that of the stores.
+Nothing else depends on it.
 
 **The bound.** Each process adds what it has put itself to the last count, and puts nothing beyond
 the capacity. What it can't know is what others put between two counts: so much there may be beyond
 it, if it is more than the tenth that is kept free, until the next round.
 
-What its user may not read or remove stays, and counts for nothing; a warning names it.
-
-A file under a temporary name, or an empty folder, goes once the holder has watched it unchanged
-for `TEMPORARY_SECONDS` of its own clock. Files that no tier of this kind wrote are left alone.
+What its user may not list or delete stays, and counts for nothing, or as before; a warning names
+it. Files and objects that no tier of this kind wrote are left alone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import stat
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from spec.fields import format_size
+from spec.offloading import StoreContext
+from tiers.block import Buffer
 from tiers.concurrency.executors import in_background
-from tiers.remote.directory_files import TEMPORARY, fan_out, files, namespaces, unlink
+from tiers.errors import TierError, TierFull, TierRefused, TierUnusable
 from tiers.remote.lease import Count, Lease
-from tiers.remote.packs.pack import key_of
+from tiers.remote.packs.bucket import Bucket, Listed
+from tiers.remote.packs.pack import record_start
 
-BEAT_SECONDS = 5.0
-ROUND_SECONDS = 10.0
-"""Between two counts at least; a count that takes longer is followed by as long a pause."""
-IDLE_ROUND_SECONDS = 600.0
-"""The same where there is no capacity to keep, and only leftovers to remove."""
-FULL_SECONDS = 1.0
-"""Between two counts where a put of the holder's own process found no room."""
-TEMPORARY_SECONDS = 600.0
 GRAIN_SECONDS = 10.0
 HIGH, LOW = 0.95, 0.9
 _CLOSE_SECONDS = 1.0
-_FILES_BETWEEN_BEATS = 1000
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+
+class Pause(NamedTuple):
+    """What follows a count: so many seconds, and so many times what it took, at least."""
+
+    seconds: float
+    times: float
+
+    def after(self, took: float) -> float:
+        return max(self.seconds, self.times * took)
 
 
-class _Pack(NamedTuple):
-    path: str
-    size: int
-    age: int
-    """Its last use, in grains since the epoch, by the clock of whoever set it."""
+class Pace(NamedTuple):
+    """How often there is upkeep. `beat`: seconds between two of its lease. `usual`: after a count;
+    `full`: at least, where a put of the holder's own process found no room, or half of what is free
+    would not last as long as `usual`. `deletes`: packs that are deleted in one call."""
+
+    beat: float
+    usual: Pause
+    full: Pause
+    deletes: int
 
 
 class Evictor:
-    """Keeps a directory below its capacity, with the other processes that have it open."""
+    """Keeps a bucket below its capacity, with the other processes that have it open."""
 
     def __init__(
         self,
-        path: str,
+        bucket: Bucket,
         capacity: int | None,
         lease: Lease,
+        pace: Pace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`capacity` in bytes, over all hosts; None: nothing is evicted."""
-        self._path, self._capacity = path, capacity
-        self._lease, self._clock = lease, clock
-        self._next_beat = self._next_round = 0.0
-        self._watched: dict[str, tuple[int, int, float]] = {}
-        self._refused = ""
-        """What this process's user may not read or remove, since the last round began."""
+        self._bucket, self._capacity = bucket, capacity
+        self._lease, self._pace, self._clock = lease, pace, clock
+        self._next_beat = self._next_round = self._soonest_round = 0.0
+        self._counted_at: float | None = None
+        """When this process has counted last, of those times that it held the lease."""
+        self._lasts = math.inf
+        """Seconds for which half of what is free lasts, as it filled before the last count."""
+        self._refused = self._refused_now = self._barred = ""
+        """What this process's user may not list or delete, of the last round and of this one; and
+        what it may not do with the lease."""
         self._count = Count()
         self._own = self._own_before = self._putting = 0
         """Bytes put by this process since the last count, between the two before, and in flight."""
@@ -117,49 +126,63 @@ class Evictor:
     def warning(self) -> str:
         """What the holder of the lease can't evict, or evicts beyond another capacity than ours."""
         count, ours = self._count, self._capacity or 0
-        if self._refused:
+        if refused := self._barred or self._refused:
             return (
-                f"it may not read or remove all of {self._refused}, which is not evicted; let the "
-                "directory's group, or the one user of all engines, in there"
+                f"not all can be evicted: {refused}; let the one user, group or credentials of "
+                "all engines list and delete all there"
             )
         if not count.round or count.capacity == ours:
             return ""
         theirs, own = (format_size(size) if size else "none" for size in (count.capacity, ours))
         return (
-            f"an engine with capacity {theirs} evicts for all on its directory, and this one has "
-            f"{own}; let all engines on it say the same"
+            f"an engine with capacity {theirs} evicts for all there, and this one has {own}; let "
+            "all engines say the same"
         )
 
     def step(self) -> float:
-        """Do what is due now; seconds until something else is. Raises OSError."""
-        held = self._beat()
-        if held and self._clock() >= self._next_round:
+        """Do what is due now; seconds until something else is. Raises TierError, OSError."""
+        if self._wake.is_set():  # a put found no room
+            self._wake.clear()
+            self._next_round = self._soonest_round
+        if self._beat() and self._clock() >= self._next_round:
             began = self._clock()
-            self._round()
-            least = IDLE_ROUND_SECONDS if self._capacity is None else ROUND_SECONDS
-            self._next_round = self._clock() + max(least, self._clock() - began)
-        return max(0.0, self._next_beat - self._clock())
+            try:
+                self._round()
+            finally:
+                ended = self._clock()
+                usual = self._pace.usual.after(ended - began)
+                self._soonest_round = ended + self._pace.full.after(ended - began)
+                self._next_round = max(self._soonest_round, ended + min(self._lasts, usual))
+        is_held = self._lease.is_held
+        due = min(self._next_beat, self._next_round) if is_held else self._next_beat
+        return max(0.0, due - self._clock())
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
                 seconds = self.step()
-            except OSError as error:  # its tier is down, which its verbs say
-                logger.debug("shared directory %s: %s", self._path, error)
-                seconds = BEAT_SECONDS
+            except (TierError, OSError) as error:  # its tier is down, which its verbs say
+                logger.debug("the upkeep of %s: %s", self._bucket.describe(), error)
+                seconds = self._pace.beat
             if self._wake.wait(seconds):
-                self._wake.clear()
-                self._next_round = 0.0  # a put found no room
-                self._stopped.wait(FULL_SECONDS)
-        with suppress(OSError):
+                self._stopped.wait(self._pace.full.seconds)
+        with suppress(TierError, OSError):
             self._lease.resign()
 
     def _beat(self) -> bool:
-        """Renew or watch the lease, if it is time to; whether it is held. Raises OSError."""
+        """Renew or watch the lease, if it is time to; whether it is held. Raises TierError,
+        OSError."""
         if self._clock() >= self._next_beat:
-            self._next_beat = self._clock() + BEAT_SECONDS
-            self._lease.beat()
+            self._next_beat = self._clock() + self._pace.beat
+            try:
+                self._lease.beat()
+            except TierRefused as error:
+                self._barred = str(error)
+            else:
+                self._barred = ""
             self._learn(self._lease.count)
+            if not self._lease.is_held:
+                self._refused, self._counted_at = "", None
         return self._lease.is_held and not self._stopped.is_set()
 
     def _learn(self, count: Count) -> None:
@@ -170,26 +193,35 @@ class Evictor:
             self._count = count
 
     def _round(self) -> None:
-        """Count, and evict what is too much. Ends early where the lease is lost. Raises OSError."""
+        """Count, and evict what is too much. Ends early where the lease is lost. Raises TierError,
+        OSError."""
         ages: Counter[int] = Counter()
-        largest, self._refused = 0, ""
-        for pack in self._walk(leftovers=True):
-            ages[pack.age] += pack.size
-            largest = max(largest, pack.size)
+        largest, self._refused_now = 0, ""
+        before, began, self._lasts = self._lease.count.used, self._clock(), math.inf
+        for packs in self._listed():
+            for pack in packs:
+                ages[_age(pack)] += pack.size
+                largest = max(largest, pack.size)
         used = ages.total()
+        grown = used - before
         if self._capacity is not None:
             # Else what just does not fit would be refused for ever, and nothing evicted.
             fits = self._capacity - (largest if 2 * largest <= self._capacity else 0)
             if used > min(HIGH * self._capacity, fits):
                 used -= self._evict(ages, used - min(int(LOW * self._capacity), fits))
+            if self._counted_at is not None and grown > 0:
+                self._lasts = (began - self._counted_at) * (self._capacity - used) / 2 / grown
+        self._refused = self._refused_now
         if self._beat():
+            self._counted_at = began
             number = self._lease.count.round + 1
             self._lease.count = Count(number, used, self._capacity or 0)
             self._next_beat = 0.0
             self._beat()
 
     def _evict(self, ages: Counter[int], excess: int) -> int:
-        """Delete the oldest packs, of so many bytes; how many bytes they had. Raises OSError."""
+        """Delete the oldest packs, of so many bytes; how many bytes they had. Raises TierError,
+        OSError."""
         older = 0
         for last in sorted(ages):
             older += ages[last]
@@ -197,69 +229,81 @@ class Evictor:
                 break
         freed, before = 0, older - ages[last]
         spare = excess - before  # of the last grain, some are enough
-        for pack in self._walk():
-            if pack.age > last or (pack.age == last and spare <= 0):
-                continue
-            if self._remove(pack.path):
-                freed += pack.size
-                if pack.age == last:
-                    spare -= pack.size
+        for packs in self._listed():
+            old = [pack for pack in packs if _age(pack) <= last]
+            for start in range(0, len(old), self._pace.deletes):
+                some = []
+                for pack in old[start : start + self._pace.deletes]:
+                    if _age(pack) < last or spare > 0:
+                        some.append(pack)
+                        spare -= pack.size * (_age(pack) == last)
+                if self._deleted(some):
+                    freed += sum(pack.size for pack in some)
+                else:
+                    spare += sum(pack.size for pack in some if _age(pack) == last)
         return freed
 
-    def _walk(self, leftovers: bool = False) -> Iterator[_Pack]:
-        """All packs, as long as the lease is held; `leftovers`: watch and remove those, too."""
-        seen: dict[str, tuple[int, int, float]] = {}
-        for folder in self._folders():
-            if not self._beat():
-                return
-            is_empty = True
-            of_folder = self._allowed(files(f"{self._path}/{folder}"))
-            for number, (file, found) in enumerate(of_folder):
-                is_empty = False
-                if not number % _FILES_BETWEEN_BEATS and not self._beat():
-                    return
-                path = f"{self._path}/{folder}/{file}"
-                if leftovers and file.startswith(TEMPORARY):
-                    self._watch(path, found, seen)
-                elif key_of(f"{folder}/{file}") is not None:
-                    yield _Pack(path, found.st_size, int(found.st_mtime // GRAIN_SECONDS))
-            if leftovers and is_empty:
-                with suppress(OSError):  # somebody puts into it, or has removed it
-                    path = f"{self._path}/{folder}"
-                    self._watch(path, os.stat(path), seen)
-        if leftovers:
-            self._watched = seen
-
-    def _watch(
-        self, path: str, found: os.stat_result, seen: dict[str, tuple[int, int, float]]
-    ) -> None:
-        size, changed, since = self._watched.get(path, (0, 0, 0.0))
-        now = self._clock()
-        if (size, changed) != (found.st_size, found.st_mtime_ns):
-            since = now
-        if now - since < TEMPORARY_SECONDS:
-            seen[path] = found.st_size, found.st_mtime_ns, since
-        elif stat.S_ISDIR(found.st_mode):
-            os.rmdir(path)
-        else:
-            self._remove(path)
-
-    def _folders(self) -> Iterator[str]:
-        for space in namespaces(self._path):
-            yield from self._allowed(fan_out(self._path, [space]))
-
-    def _allowed(self, some: Iterator[T]) -> Iterator[T]:
-        """These, up to a folder that this process's user may not read."""
+    def _deleted(self, packs: Sequence[Listed]) -> bool:
+        """Delete them, if this process's user may. Raises TierError, OSError."""
         try:
-            yield from some
-        except PermissionError as error:
-            self._refused = str(error.filename or self._path)
-
-    def _remove(self, path: str) -> bool:
-        """Remove a file, if this process's user may. Raises OSError."""
-        try:
-            unlink(path)
-        except PermissionError:
-            self._refused = path
+            if packs:
+                self._bucket.delete([pack.name for pack in packs])
+        except TierRefused as error:
+            self._note(error)
             return False
         return True
+
+    def _listed(self) -> Iterator[Sequence[Listed]]:
+        """All packs, as long as the lease is held. Raises TierError, OSError."""
+        for packs in self._bucket.list(self._note):
+            if not self._beat():
+                return
+            yield packs
+
+    def _note(self, error: TierRefused) -> None:
+        self._refused_now = str(error)
+
+
+def _age(pack: Listed) -> int:
+    """Its last use, or when it was stored, in grains since the epoch, by the clock of whoever set
+    it."""
+    return int(pack.modified // GRAIN_SECONDS)
+
+
+def require_room(place: str, capacity: int | None, site: StoreContext) -> None:
+    """Raises TierUnusable where a capacity has less than one block of each process."""
+    least = site.num_ranks * record_start(1, site.payload_bytes)
+    if capacity is not None and capacity < least:
+        raise TierUnusable(
+            f"{place}: capacity {format_size(capacity)} is less than one block of "
+            f"each of {site.num_ranks} process(es); set at least {least}B"
+        )
+
+
+class KeptBucket:
+    """A `Bucket` that is kept below a capacity, with all processes that have it open."""
+
+    def __init__(self, bucket: Bucket, evictor: Evictor) -> None:
+        """Both are its own. Raises RuntimeError where a thread can't be had."""
+        self._bucket, self._evictor = bucket, evictor
+        self._end_upkeep = evictor.start()
+        self.read, self.delete, self.list = bucket.read, bucket.delete, bucket.list
+        self.describe = bucket.describe
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> bool:
+        size = sum(map(len, parts))
+        if not self._evictor.admits(size):
+            raise TierFull(f"{self.describe()} is full; packs are being evicted")
+        stored = False
+        try:
+            stored = self._bucket.put(name, parts)
+        finally:
+            self._evictor.ends(size, stored)
+        return stored
+
+    def warning(self) -> str:
+        return self._evictor.warning()
+
+    def close(self) -> None:
+        self._end_upkeep()
+        self._bucket.close()

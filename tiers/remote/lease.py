@@ -1,15 +1,13 @@
-"""A lease: of all processes on a directory one does its upkeep, without locks and common clocks.
+"""A lease: of all processes on a place one does its upkeep, without locks and common clocks.
 
-PATH/upkeep/term-N     who holds term N, and what it has counted
+Who holds it has the newest *term*, a small file or object, `upkeep/term-N`, whose note says who
+that is and what it has counted.
 
-There is one file, whose name has the term.
-
-- **Taken** by renaming it to the next term, which one process alone can do: for the others it is
-  gone. Neither that nor a beat takes space, so a full file system still has its upkeep.
+- **Taken** by making the next term, which one process alone can do (`Terms.take`).
 - **Kept** by writing into it: the number of beats rises.
-- **Lost** when others have *watched* it for `WATCH_SECONDS` of their own clock and it did not
-  change: then one of them takes the next term. So hosts' clocks are never compared. A holder that
-  was only stopped finds its term gone at its next beat, and holds nothing any more.
+- **Lost** when others have *watched* it for `WATCH_BEATS` of their own clock and it did not change:
+  then one of them takes the next term. So hosts' clocks are never compared. A holder that was only
+  stopped finds a newer term than its own at its next beat, and holds nothing any more.
 
 Two processes may both believe to hold it for a beat, or as long as a host caches a listing (a
 minute on NFS). Both then evict what is oldest: somewhat more than is needed, and nothing wrong.
@@ -17,20 +15,17 @@ minute on NFS). Both then evict what is oldest: somewhat more than is needed, an
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
-from tiers.remote.directory_files import GONE, create, entries, fill, unlink
-
-WATCH_SECONDS = 30.0
+WATCH_BEATS = 6
+FOLDER = "upkeep"
+NOTE_BYTES = 96
 _TERM = re.compile(r"term-(\d{1,12})")
 _NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}) ")
-_NOTE_BYTES = 96
 _NOBODY = b"nobody"
 
 
@@ -43,12 +38,32 @@ class Count(NamedTuple):
     capacity: int = 0
 
 
-class Lease:
-    """This process's view of a directory's lease. For one thread."""
+class Terms(Protocol):
+    """Where the terms of a lease lie, each with a note of `NOTE_BYTES`. Any method may raise
+    TierError or OSError."""
 
-    def __init__(self, path: str, mode: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`mode`: of the folder that is made in the directory `path`."""
-        self._folder, self._mode, self._clock = f"{path}/upkeep", mode, clock
+    def newest(self) -> int:
+        """The highest term, 0 for none; what is left of older ones is removed."""
+
+    def take(self, term: int, note: bytes) -> bool:
+        """Make the term after `term`, unless another process has; whether this one did."""
+
+    def read(self, term: int) -> bytes:
+        """Its note; empty: it is gone."""
+
+    def write(self, term: int, note: bytes) -> bool:
+        """Replace its note. False: it is gone; where that can't be seen, it is `newest` that
+        tells."""
+
+
+class Lease:
+    """This process's view of a place's lease. For one thread."""
+
+    def __init__(
+        self, terms: Terms, beat: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`beat`: seconds between two calls of that."""
+        self._terms, self._watch, self._clock = terms, WATCH_BEATS * beat, clock
         self._owner = secrets.token_hex(8).encode()
         self._term = self._beats = 0
         self._seen: tuple[int, bytes] = (0, b"")
@@ -63,85 +78,57 @@ class Lease:
 
     def beat(self) -> bool:
         """Renew it, watch it, or take it where its holder is gone; whether this process holds it.
-        Raises OSError: then it does not."""
+        Raises TierError, OSError: then it does not."""
         held, self._term = self._term, 0
-        newest = self._newest()
-        if newest == held > 0:
-            self._write(held, self._owner)
-        elif self._is_free(newest):
-            self._take(newest)
+        # Others' terms are listed only where the one that is known has ended: a read costs less.
+        if held or self._is_free(self._seen[0]):
+            newest = self._terms.newest()
+            if newest == held > 0:
+                self._write(held, self._owner)
+            elif self._is_free(newest) and self._terms.take(newest, self._note(self._owner)):
+                self._term = newest + 1
         return self.is_held
 
     def resign(self) -> None:
-        """Let others take it at once, if it is held. Raises OSError."""
+        """Let others take it at once, if it is held. Raises TierError, OSError."""
         held, self._term = self._term, 0
-        if held and self._newest() == held:
+        if held and self._terms.newest() == held:
             self._write(held, _NOBODY)
             self._term = 0
 
-    def _newest(self) -> int:
-        """The highest term, 0 for none; files of others are removed."""
-        names = [_TERM.fullmatch(entry.name) for entry in entries(self._folder)]
-        terms = sorted(int(name[1]) for name in names if name)
-        for term in terms[:-1]:  # made while the one was renamed
-            unlink(self._file(term))
-        return terms[-1] if terms else 0
+    def last_count(self) -> Count:
+        """What the holder has counted, for who does no upkeep. Raises TierError, OSError."""
+        self._is_free(self._terms.newest())
+        return self.count
 
     def _is_free(self, term: int) -> bool:
-        note = self._read(term) if term else b""
+        """Whether nobody holds this term any more, as far as it was watched."""
+        note = self._terms.read(term) if term else b""
         found = _NOTE.match(note)
         if found:
             self.count = Count(*map(int, found.groups()[2:]))
         if (term, note) != self._seen:
             self._seen, self._since = (term, note), self._clock()
-        is_left = not term or (found is not None and found[1] == _NOBODY)
-        return is_left or self._clock() - self._since >= WATCH_SECONDS
-
-    def _take(self, term: int) -> None:
-        try:
-            if term:
-                os.rename(self._file(term), self._file(term + 1))
-            else:
-                self._make_first()
-        except (FileExistsError, FileNotFoundError):  # another was first
-            return
-        self._write(term + 1, self._owner)
-
-    def _make_first(self) -> None:
-        with suppress(FileExistsError):
-            os.mkdir(self._folder, 0o700)
-            os.chmod(self._folder, self._mode)
-        fill(create(self._file(1)), [b" " * _NOTE_BYTES], self._mode)
-
-    def _file(self, term: int) -> str:
-        return f"{self._folder}/term-{term}"
-
-    def _read(self, term: int) -> bytes:
-        handle = self._open(term, os.O_RDONLY)
-        if handle is None:
-            return b""
-        try:
-            return os.pread(handle, _NOTE_BYTES, 0)
-        finally:
-            os.close(handle)
+        # Its own: a beat that failed was the last.
+        is_left = not note or (found is not None and found[1] in (_NOBODY, self._owner))
+        return is_left or self._clock() - self._since >= self._watch
 
     def _write(self, term: int, owner: bytes) -> None:
-        """Write who holds it; it is then held, unless its file is gone."""
-        handle = self._open(term, os.O_WRONLY)
-        if handle is None:
-            return
+        """Write who holds it; it is then held, unless it is gone."""
+        if self._terms.write(term, self._note(owner)):
+            self._term = term
+
+    def _note(self, owner: bytes) -> bytes:
         self._beats += 1
         note = b"%b %d %d %d %d " % (owner, self._beats, *self.count)
-        try:
-            os.pwrite(handle, note.ljust(_NOTE_BYTES - 1) + b"\n", 0)
-        finally:
-            os.close(handle)  # on an NFS others see it from now on
-        self._term = term
+        return note.ljust(NOTE_BYTES - 1) + b"\n"
 
-    def _open(self, term: int, access: int) -> int | None:
-        try:
-            return os.open(self._file(term), access | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno in GONE:
-                return None
-            raise
+
+def name_of(term: int) -> str:
+    """The name of a term's file or object in its folder."""
+    return f"term-{term}"
+
+
+def terms_of(names: Iterable[str]) -> list[int]:
+    """The terms of these names, rising; others are left out."""
+    return sorted(int(found[1]) for found in map(_TERM.fullmatch, names) if found)

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from spec.fields import format_size
 from spec.findings import DoctorFinding
-from tiers.errors import TierError, TierUnavailable
-from tiers.remote.packs.bucket import Bucket
+from tiers.errors import TierError, TierRefused, TierUnavailable
+from tiers.remote.lease import Lease
+from tiers.remote.object_upkeep import PACE, ObjectTerms
+from tiers.remote.obstore_bucket import LISTED_AT_ONCE, ObstoreBucket
 from tiers.remote.packs.pack import PACK_BYTES, name_of
 from tiers.remote.packs.pack_store import SLOWEST, PackStore
 from tiers.store import Block
@@ -30,12 +33,17 @@ _REMEDIES = {
 }
 
 
-def examine(store: PackStore, bucket: Bucket) -> Iterator[DoctorFinding]:
-    """Findings about a store that was opened for blocks of `PACK_BYTES`, and its bucket."""
+def examine(
+    store: PackStore, bucket: ObstoreBucket, capacity: int | None
+) -> Iterator[DoctorFinding]:
+    """Findings about a store that was opened for blocks of `PACK_BYTES`, and its bucket; `capacity`
+    in bytes."""
     keys = [os.urandom(48) for _ in range(PACKS)]
     try:
         yield from _look_up(store)
         yield from _claim(bucket, name_of(keys[0]))
+        if capacity is not None:
+            yield from _keep(bucket, capacity)
         yield from _move(store, keys)
     except (TierUnavailable, OSError) as error:
         change = next((what for word, what in _REMEDIES.items() if word in str(error)), "")
@@ -65,7 +73,7 @@ def _look_up(store: PackStore) -> Iterator[DoctorFinding]:
     )
 
 
-def _claim(bucket: Bucket, name: str) -> Iterator[DoctorFinding]:
+def _claim(bucket: ObstoreBucket, name: str) -> Iterator[DoctorFinding]:
     bucket.put(name, [b"first"])
     if not bucket.put(name, [b"second"]):
         yield DoctorFinding("fine", "it takes a name once (conditional puts)")
@@ -77,6 +85,29 @@ def _claim(bucket: Bucket, name: str) -> Iterator[DoctorFinding]:
             "blocks of prompts that part are lost again and again",
         )
     bucket.delete([name])
+
+
+def _keep(bucket: ObstoreBucket, capacity: int) -> Iterator[DoctorFinding]:
+    """Do what an evictor does, but for its deletes, which `_claim` has tried."""
+
+    def refused(error: TierRefused) -> None:
+        raise error
+
+    listed = next(bucket.list(refused), ())
+    count, ours = Lease(ObjectTerms(bucket), PACE.beat).last_count(), format_size(capacity)
+    if not count.round:
+        some = "more than " * (len(listed) == LISTED_AT_ONCE) + f"{len(listed):,} packs"
+        yield DoctorFinding("fine", f"it may list and delete; {some} there, not counted yet")
+    elif count.capacity == capacity:
+        used = format_size(count.used)
+        yield DoctorFinding("fine", f"it may list and delete; {used} of {ours} when last counted")
+    else:
+        yield DoctorFinding(
+            "warning",
+            f"capacity {ours}, and an engine with {format_size(count.capacity)} evicts for all",
+            "let all engines say the same",
+            "what the others count on is evicted, or finds no room",
+        )
 
 
 def _move(store: PackStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:

@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from spec.fields import Duration
+from spec.fields import ByteSize, Duration
 from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import SecretField
 
 if TYPE_CHECKING:
+    from tiers.remote.obstore_bucket import ObstoreBucket
     from tiers.remote.packs.bucket import Bucket
     from tiers.remote.packs.marks import BucketMarks
     from tiers.remote.packs.pack_store import PackStore
@@ -73,6 +74,12 @@ class ObjectSpec(StoreSpec):
         "KEY_ID}, secret_access_key: {file: /run/secrets/s3}}. A file is read again when the "
         "server refuses what was read. Unset: the machine's own, as the cloud's tools find them.",
     )
+    capacity: ByteSize | None = Field(
+        default=None,
+        description="Space for blocks, over all engines: one process evicts what was stored first, "
+        "in rounds of a minute or longer. Write the same for each engine. Unset: nothing is "
+        "evicted; let the bucket delete by age.",
+    )
     timeout: Duration = Field(
         default=5.0,
         description="Limit for one request, with its retries. A transfer has one second more for "
@@ -114,14 +121,22 @@ class ObjectSpec(StoreSpec):
         bucket = self._bucket(PACK_BYTES)
         store = self._over(bucket, PACK_BYTES)
         try:
-            yield from examine(store, bucket)
+            yield from examine(store, bucket, self.capacity)
         finally:
             store.close()
 
     def open(self, site: StoreContext) -> PackStore:
         """Open the store, without connecting. Raises TierUnusable where obstore is missing or
-        refuses a setting, or a credential can't be read."""
-        return self._over(self._bucket(site.payload_bytes), site.payload_bytes)
+        refuses a setting, a credential can't be read, or it may hold less than one block of each
+        process."""
+        bucket = self._bucket(site.payload_bytes)
+        if self.capacity is None:
+            return self._over(bucket, site.payload_bytes)
+        from tiers.remote.evictor import require_room
+        from tiers.remote.object_upkeep import kept_objects
+
+        require_room(self.url, self.capacity, site)
+        return self._over(kept_objects(bucket, self.capacity), site.payload_bytes)
 
     def marks(self) -> BucketMarks:
         from tiers.remote.packs.marks import BucketMarks
@@ -133,7 +148,7 @@ class ObjectSpec(StoreSpec):
 
         return PackStore(bucket, payload_bytes, timeout=self.timeout, connections=self.connections)
 
-    def _bucket(self, payload_bytes: int) -> Bucket:
+    def _bucket(self, payload_bytes: int) -> ObstoreBucket:
         from tiers.errors import TierUnusable
 
         try:

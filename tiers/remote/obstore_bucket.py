@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import (
@@ -23,9 +23,11 @@ from obstore.exceptions import (
 from obstore.store import LocalStore
 
 from tiers.block import Buffer
-from tiers.errors import TierUnavailable, TierUnusable
+from tiers.errors import TierFull, TierRefused, TierUnavailable, TierUnusable
 from tiers.remote.directory_files import after
 from tiers.remote.packs.bucket import Listed
+from tiers.remote.packs.marks import is_mark
+from tiers.remote.packs.pack import key_of
 from tiers.store import time_left
 
 T = TypeVar("T")
@@ -41,9 +43,12 @@ RENEW_SECONDS = 1.0
 """Seconds between two looks for other credentials, at least."""
 PIECE_BYTES = 256 << 10
 """Bytes of an object that are taken at once, before it is asked whether they are waited for."""
-_LISTED_AT_ONCE = 1000
+LISTED_AT_ONCE = 1000
 _STATUS = re.compile(r"status(?: code)?:? (\d{3}[ A-Za-z]*)")
-_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>|\(code: (\w{1,64})\)")
+_REFUSED = re.compile(r"status(?: code)?:? 40[13]\b|\(code: AccessDenied\)")
+"""How a listing, and one delete of many, is refused."""
+_FULL = re.compile(r"status(?: code)?:? 507\b|<Code>(?:XMinioStorageFull|QuotaExceeded)</Code>")
 
 
 class RetryBudget:
@@ -91,13 +96,22 @@ class ObstoreBucket:
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         """Where the answer to one that was kept is lost, the next try says that it is taken."""
+        return self._put(name, parts, "create")
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Keep these bytes under a name, whatever was there."""
+        self._put(name, [data], "overwrite")
+
+    def _put(
+        self, name: str, parts: Sequence[Buffer], mode: Literal["create", "overwrite"]
+    ) -> bool:
         whole, path = list(parts), self._prefix + name
         try:
-            self._call(lambda store: obstore.put(store, path, whole, mode="create"))
+            self._call(lambda store: obstore.put(store, path, whole, mode=mode))
         except AlreadyExistsError:
             return False
         except FileNotFoundError:
-            raise TierUnavailable(f"{self._place}: the bucket is not there") from None
+            raise self._no_bucket() from None
         return True
 
     def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
@@ -122,18 +136,61 @@ class ObstoreBucket:
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                self._call(partial(obstore.delete, paths=self._prefix + name))
+        paths = [self._prefix + name for name in names]
+        try:
+            self._call(partial(obstore.delete, paths=paths))
+        except FileNotFoundError:  # where that is an error, it ends the others' deletes
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    self._call(partial(obstore.delete, paths=path))
 
-    def list(self, prefix: str) -> Iterator[Sequence[Listed]]:
-        whole = self._prefix + prefix
-        with self._translated():
-            found = obstore.list(self._store, whole or None, chunk_size=_LISTED_AT_ONCE)
-            for some in found:
+    def list(self, refused: Callable[[TierRefused], None]) -> Iterator[Sequence[Listed]]:
+        """Marks are left out: a read makes none of them younger here, and each has a few bytes."""
+        try:
+            for some in self._pages(""):
+                yield [each for each in some if key_of(each.name) and not is_mark(each.name)]
+        except TierRefused as error:
+            refused(error)
+
+    def names(self, folder: str) -> Sequence[str]:
+        """The names of what lies in a folder, without that."""
+        return [each.name.removeprefix(f"{folder}/") for p in self._pages(folder) for each in p]
+
+    def _pages(self, folder: str) -> Iterator[Sequence[Listed]]:
+        """What a folder has, a request for each piece. Where the server fails for the moment it
+        goes on behind the last that came."""
+        whole = (self._prefix + folder).rstrip("/") or None
+        stream, last = None, None
+
+        def page(store: Any) -> Sequence[Any]:
+            nonlocal stream
+            if stream is None:
+                if last is not None and isinstance(store, LocalStore):
+                    raise OSError("a folder can't be listed from its midst on")  # has no order
+                stream = obstore.list(store, whole, offset=last, chunk_size=LISTED_AT_ONCE)
+            try:
+                found: Sequence[Any] = next(stream, ())
+            except BaseError:
+                stream = None  # it ends with its first error
+                raise
+            return found
+
+        try:
+            while found := self._call(page):
+                last = found[-1]["path"]
                 yield [
-                    Listed(each["path"].removeprefix(self._prefix), each["size"]) for each in some
+                    Listed(
+                        each["path"].removeprefix(self._prefix),
+                        each["size"],
+                        each["last_modified"].timestamp(),
+                    )
+                    for each in found
                 ]
+        except FileNotFoundError:
+            raise self._no_bucket() from None
+
+    def _no_bucket(self) -> TierUnavailable:
+        return TierUnavailable(f"{self._place}: the bucket is not there")
 
     def describe(self) -> str:
         return self._place
@@ -153,14 +210,15 @@ class ObstoreBucket:
                 store = self._store
                 try:
                     result = call(store)
-                except (PermissionDeniedError, UnauthenticatedError):
-                    if tries or not self._renewed(store):
-                        raise
-                except GenericError:
-                    is_late = time.monotonic() > began + self._timeout or not time_left()
-                    if tries >= RETRIES or is_late or not self._budget.spend():
-                        raise
-                    time.sleep(FIRST_PAUSE * 2**tries * random.uniform(0.5, 1.5))
+                except (GenericError, PermissionDeniedError, UnauthenticatedError) as error:
+                    if _is_refused(error):
+                        if tries or not self._renewed(store):
+                            raise
+                    else:
+                        is_late = time.monotonic() > began + self._timeout or not time_left()
+                        if tries >= RETRIES or is_late or not self._budget.spend():
+                            raise
+                        time.sleep(FIRST_PAUSE * 2**tries * random.uniform(0.5, 1.5))
                 else:
                     self._budget.earn()
                     return result
@@ -187,7 +245,15 @@ class ObstoreBucket:
         except (FileNotFoundError, AlreadyExistsError):
             raise
         except (BaseError, OSError, ValueError) as error:
-            raise TierUnavailable(f"{self._place}: {reason(error)}") from None
+            is_full = _FULL.search(str(error)) is not None
+            refused = TierRefused if _is_refused(error) else TierUnavailable
+            raise (TierFull if is_full else refused)(f"{self._place}: {reason(error)}") from None
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether the credentials may not do it."""
+    kinds = PermissionDeniedError, UnauthenticatedError, PermissionError
+    return isinstance(error, kinds) or _REFUSED.search(str(error)) is not None
 
 
 def reason(error: Exception) -> str:
@@ -195,7 +261,7 @@ def reason(error: Exception) -> str:
     text = str(error)
     kind, status, code = type(error).__name__, _STATUS.search(text), _CODE.search(text)
     if status or code:
-        said = [found.group(1).strip() for found in (status, code) if found]
+        said = [str(found[found.lastindex or 0]).strip() for found in (status, code) if found]
         return f"{kind}: {', '.join(said)}"
     return f"{kind}: {text.partition(chr(10))[0][:200]}" if text else kind
 

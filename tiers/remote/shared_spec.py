@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from spec.fields import ByteSize, FolderPath, format_size
+from spec.fields import ByteSize, FolderPath
 from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 
@@ -64,18 +64,12 @@ class SharedSpec(StoreSpec):
     def open(self, site: StoreContext) -> PackStore:
         """Open the store. Raises TierNotOpen where the directory is missing, TierUnusable where it
         can't be used as it is, or may hold less than one block of each process."""
-        from tiers.errors import TierUnusable
-        from tiers.remote.directory_bucket import KeptDirectory
-        from tiers.remote.packs.pack import record_start
+        from tiers.remote.directory_bucket import kept_directory
+        from tiers.remote.evictor import require_room
         from tiers.remote.packs.pack_store import PackStore
 
-        least = site.num_ranks * record_start(1, site.payload_bytes)
-        if self.capacity is not None and self.capacity < least:
-            raise TierUnusable(
-                f"{self.path}: capacity {format_size(self.capacity)} is less than one block of "
-                f"each of {site.num_ranks} process(es); set at least {least}B"
-            )
-        bucket = KeptDirectory(self.path, self.capacity)
+        require_room(str(self.path), self.capacity, site)
+        bucket = kept_directory(self.path, self.capacity)
         return PackStore(
             bucket, site.payload_bytes, timeout=self.deadline, connections=self.threads
         )

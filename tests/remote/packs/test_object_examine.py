@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from spec.findings import DoctorFinding
+from spec.offloading import StoreContext
+from tests.support.clock import wait_for
 from tests.support.object_servers import SeaweedCluster, weed
 from tiers.block import Buffer
 from tiers.errors import TierUnavailable
@@ -16,6 +19,7 @@ from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.obstore_bucket import ObstoreBucket
 from tiers.remote.packs.pack import PACK_BYTES
 from tiers.remote.packs.pack_store import PackStore
+from tiers.testing import Memory, make_key
 
 pytest.importorskip("obstore")
 
@@ -63,9 +67,20 @@ def test_a_server_that_refuses_is_an_error_with_its_remedy(why: str, remedy: str
             raise TierUnavailable(f"s3://b: {why}")
 
     store = PackStore(Refusing(), PACK_BYTES, timeout=1, connections=1)
-    (finding,) = examine(store, Refusing())
+    (finding,) = examine(store, Refusing(), None)
     store.close()
     assert finding.gravity == "error" and remedy in finding.change
+
+
+def test_a_capacity_is_said_beside_what_was_counted(tmp_path: Path) -> None:
+    settings = {"url": f"file://{tmp_path}/bucket", "capacity": 1 << 30}
+    spec = ObjectSpec.model_validate(settings)
+    assert "fine: it may list and delete; 0 packs there" in _said(list(spec.examine()))
+    with closing(spec.open(StoreContext(4096))) as store:
+        wait_for(lambda: "and delete; 0B of 1GiB when last counted" in _said(list(spec.examine())))
+        assert store.put(Memory([make_key()], 4096).fill().blocks) == [True]
+        other = spec.model_copy(update={"capacity": 1 << 20})
+        assert "warning: capacity 1MiB, and an engine with 1GiB" in _said(list(other.examine()))
 
 
 @pytest.mark.faults

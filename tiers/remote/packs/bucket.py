@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from tiers.block import Buffer
+from tiers.errors import TierRefused
 
 
 class Listed(NamedTuple):
-    """One object of a listing. `size` in bytes."""
+    """One object of a listing. `size` in bytes; `modified`: seconds since the epoch, by the clock
+    of whoever keeps it."""
 
     name: str
     size: int
+    modified: float
 
 
 class Bucket(Protocol):
@@ -33,11 +36,13 @@ class Bucket(Protocol):
         views."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these; unknown names are ignored."""
+        """Delete these; unknown names are ignored. Raises TierRefused where its user may not: any
+        of them may be left then."""
 
-    def list(self, prefix: str) -> Iterator[Sequence[Listed]]:
-        """List, in pieces of some thousand at most, those whose names begin with `prefix`: whole
-        parts with a slash behind, or nothing."""
+    def list(self, refused: Callable[[TierRefused], None]) -> Iterator[Sequence[Listed]]:
+        """List all packs, in pieces of a thousand at most, which may be empty. What its user may
+        not read is left out, and `refused` is told. For upkeep: what dead writers left there goes
+        on the way."""
 
     def describe(self) -> str:
         """Its place, without a secret."""

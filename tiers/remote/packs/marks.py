@@ -13,6 +13,11 @@ _REST = b"mark"
 _AT_ONCE = 8
 
 
+def is_mark(name: str) -> bool:
+    """Whether an object with a name of `pack.name_of` is one."""
+    return name.endswith(f"/{_REST.hex()}")
+
+
 class BucketMarks:
     """`Marks` in a bucket, which they own. Each is a request of its own."""
 

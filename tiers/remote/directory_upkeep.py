@@ -1,0 +1,167 @@
+"""What the upkeep of a shared directory has of its own: its lease's files, and what is left there.
+
+A file under a temporary name, or an empty folder, goes once the holder has watched it unchanged
+for `TEMPORARY_SECONDS` of its own clock.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from tiers.errors import TierRefused
+from tiers.remote.directory_files import (
+    GONE,
+    TEMPORARY,
+    create,
+    entries,
+    fan_out,
+    files,
+    fill,
+    namespaces,
+    refusal,
+    unlink,
+)
+from tiers.remote.lease import FOLDER, NOTE_BYTES, name_of, terms_of
+from tiers.remote.packs.bucket import Listed
+from tiers.remote.packs.pack import key_of
+
+TEMPORARY_SECONDS = 600.0
+_LISTED_AT_ONCE = 1000
+
+T = TypeVar("T")
+
+
+class DirectoryTerms:
+    """The `Terms` of a directory: PATH/upkeep/term-N.
+
+    There is one file, which is renamed to the next term: for all but one process it is gone then.
+    Neither that nor a beat takes space, so a full file system still has its upkeep.
+    """
+
+    def __init__(self, path: str, mode: int) -> None:
+        """`mode`: of the folder that is made in the directory `path`."""
+        self._folder, self._mode = f"{path}/{FOLDER}", mode
+
+    def newest(self) -> int:
+        terms = terms_of(entry.name for entry in entries(self._folder))
+        for term in terms[:-1]:  # made while the one was renamed
+            unlink(self._file(term))
+        return terms[-1] if terms else 0
+
+    def take(self, term: int, note: bytes) -> bool:
+        try:
+            if term:
+                os.rename(self._file(term), self._file(term + 1))
+            else:
+                self._make_first()
+        except (FileExistsError, FileNotFoundError):  # another was first
+            return False
+        return self.write(term + 1, note)
+
+    def _make_first(self) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(self._folder, 0o700)
+            os.chmod(self._folder, self._mode)
+        fill(create(self._file(1)), [b" " * NOTE_BYTES], self._mode)
+
+    def read(self, term: int) -> bytes:
+        handle = self._open(term, os.O_RDONLY)
+        if handle is None:
+            return b""
+        try:
+            return os.pread(handle, NOTE_BYTES, 0)
+        finally:
+            os.close(handle)
+
+    def write(self, term: int, note: bytes) -> bool:
+        handle = self._open(term, os.O_WRONLY)
+        if handle is None:
+            return False
+        try:
+            os.pwrite(handle, note, 0)
+        finally:
+            os.close(handle)  # on an NFS others see it from now on
+        return True
+
+    def _open(self, term: int, access: int) -> int | None:
+        try:
+            return os.open(self._file(term), access | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in GONE:
+                return None
+            raise
+
+    def _file(self, term: int) -> str:
+        return f"{self._folder}/{name_of(term)}"
+
+
+class PacksAndLeftovers:
+    """Lists a directory, for one thread."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._before: dict[str, tuple[int, int, float]] = {}
+        self._watched: dict[str, tuple[int, int, float]] = {}
+        """What is left there: its size, when it changed, and since when it is watched; of the last
+        listing, and of this one."""
+
+    def list(self, refused: Callable[[TierRefused], None]) -> Iterator[Sequence[Listed]]:
+        """See `Bucket`. Raises OSError."""
+        self._watched = {}
+        for folder in self._folders(refused):
+            yield from self._list(folder, refused)
+        self._before = self._watched
+
+    def _list(
+        self, folder: str, refused: Callable[[TierRefused], None]
+    ) -> Iterator[Sequence[Listed]]:
+        """The packs of one folder, and an empty piece at least."""
+        packs: list[Listed] = []
+        is_empty = True
+        for file, found in self._allowed(files(f"{self._path}/{folder}"), refused):
+            is_empty = False
+            name = f"{folder}/{file}"
+            if file.startswith(TEMPORARY):
+                try:
+                    self._watch(f"{self._path}/{name}", found)
+                except PermissionError as error:
+                    refused(refusal(error, self._path))
+            elif key_of(name) is not None:
+                packs.append(Listed(name, found.st_size, found.st_mtime))
+            if len(packs) == _LISTED_AT_ONCE:
+                yield packs
+                packs = []
+        if is_empty:
+            with suppress(OSError):  # somebody puts into it, or has removed it
+                path = f"{self._path}/{folder}"
+                self._watch(path, os.stat(path))
+        yield packs
+
+    def _watch(self, path: str, found: os.stat_result) -> None:
+        """Remove it, if it was watched long enough. Raises OSError."""
+        size, changed, since = self._before.get(path, (0, 0, 0.0))
+        now = self._clock()
+        if (size, changed) != (found.st_size, found.st_mtime_ns):
+            since = now
+        if now - since < TEMPORARY_SECONDS:
+            self._watched[path] = found.st_size, found.st_mtime_ns, since
+        elif stat.S_ISDIR(found.st_mode):
+            os.rmdir(path)
+        else:
+            unlink(path)
+
+    def _folders(self, refused: Callable[[TierRefused], None]) -> Iterator[str]:
+        for space in namespaces(self._path):
+            yield from self._allowed(fan_out(self._path, space), refused)
+
+    def _allowed(self, some: Iterator[T], refused: Callable[[TierRefused], None]) -> Iterator[T]:
+        """These, up to a folder that this process's user may not read."""
+        try:
+            yield from some
+        except PermissionError as error:
+            refused(refusal(error, self._path))
