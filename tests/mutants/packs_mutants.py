@@ -453,9 +453,15 @@ MUTANTS = (
     ),
     LISTED.but(
         "bound",
-        "a full cluster is a tier that is down",
-        "is_full = _FULL.search(str(error)) is not None",
-        "is_full = False",
+        "a beat ends where there is no room",
+        "return _FULL.search(str(error)) is not None",
+        "return False",
+    ),
+    LISTED.but(
+        "bound",
+        "a full cluster is sent each pack",
+        "            raise TierUnavailable(str(error)) from None\n\n    def replace",
+        "            raise\n\n    def replace",
     ),
     KEPT.but(
         "lease",

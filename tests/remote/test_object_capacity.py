@@ -241,11 +241,46 @@ def test_a_cluster_that_is_full_still_has_its_upkeep(
         raise GenericError("status: 507 Insufficient Storage: <Code>XMinioStorageFull</Code>")
 
     monkeypatch.setattr(obstore, "put", full)
-    with pytest.raises(TierFull, match="507"):
-        bucket_at(place).put(name_of(make_key()), [b"x"])
     clock.now += 1000
     upkeep.step()
     assert sum(there(packs)) == 9
+
+
+def test_a_cluster_that_is_full_is_sent_few_packs_and_serves(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is sent whole before it is refused."""
+    key, sent, failing = make_key(), [], [True]
+    real = obstore.put
+
+    def put(*given: Any, **more: Any) -> Any:
+        sent.append(given)
+        if failing[0]:
+            raise GenericError("status: 507 Insufficient Storage: <Code>XMinioStorageFull</Code>")
+        return real(*given, **more)
+
+    opened = ObjectSpec(url=f"file://{place}").open(StoreContext(SIZE))
+    with closing(Guarded(opened, "object", retry_after=0.1, retry_after_max=0.2)) as store:
+        kept = Memory([key], SIZE).fill()
+        assert store.put(kept.blocks) == [True]
+        monkeypatch.setattr(obstore, "put", put)
+        for _ in range(50):
+            assert store.put(Memory([make_key()], SIZE).fill().blocks) == [False]
+        assert len(sent) < 25 and "507" in store.health.why
+        assert store.get(Memory([key], SIZE).blocks) == [True]
+        failing[0] = False
+        wait_for(lambda: store.put(Memory([make_key()], SIZE).fill().blocks) == [True])
+
+
+def test_to_delete_nothing_is_no_answer_of_a_server(place: Path) -> None:
+    """Each load ends by a delete of what it found damaged; what a storm refuses would be sent again
+    for that."""
+    bucket = bucket_at(place)
+    while bucket._budget.spend():
+        pass
+    for _ in range(20):
+        bucket.delete([])
+    assert not bucket._budget.spend()
 
 
 HOLDS = """

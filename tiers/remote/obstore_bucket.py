@@ -95,11 +95,16 @@ class ObstoreBucket:
         self._store = make()
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
-        """Where the answer to one that was kept is lost, the next try says that it is taken."""
-        return self._put(name, parts, "create")
+        """Where the answer to one that was kept is lost, the next try says that it is taken. A
+        server without room is left alone for a while, as one that is down: it is sent a whole pack
+        before it refuses it."""
+        try:
+            return self._put(name, parts, "create")
+        except TierFull as error:
+            raise TierUnavailable(str(error)) from None
 
     def replace(self, name: str, data: bytes) -> None:
-        """Keep these bytes under a name, whatever was there."""
+        """Keep these bytes under a name, whatever was there. Raises TierFull, too."""
         self._put(name, [data], "overwrite")
 
     def _put(
@@ -138,7 +143,8 @@ class ObstoreBucket:
     def delete(self, names: Sequence[str]) -> None:
         paths = [self._prefix + name for name in names]
         try:
-            self._call(partial(obstore.delete, paths=paths))
+            if paths:  # none is no request, which would count as answered
+                self._call(partial(obstore.delete, paths=paths))
         except FileNotFoundError:  # where that is an error, it ends the others' deletes
             for path in paths:
                 with suppress(FileNotFoundError):
@@ -216,7 +222,8 @@ class ObstoreBucket:
                             raise
                     else:
                         is_late = time.monotonic() > began + self._timeout or not time_left()
-                        if tries >= RETRIES or is_late or not self._budget.spend():
+                        is_vain = is_late or _is_full(error)
+                        if tries >= RETRIES or is_vain or not self._budget.spend():
                             raise
                         time.sleep(FIRST_PAUSE * 2**tries * random.uniform(0.5, 1.5))
                 else:
@@ -245,15 +252,20 @@ class ObstoreBucket:
         except (FileNotFoundError, AlreadyExistsError):
             raise
         except (BaseError, OSError, ValueError) as error:
-            is_full = _FULL.search(str(error)) is not None
             refused = TierRefused if _is_refused(error) else TierUnavailable
-            raise (TierFull if is_full else refused)(f"{self._place}: {reason(error)}") from None
+            kind = TierFull if _is_full(error) else refused
+            raise kind(f"{self._place}: {reason(error)}") from None
 
 
 def _is_refused(error: Exception) -> bool:
     """Whether the credentials may not do it."""
     kinds = PermissionDeniedError, UnauthenticatedError, PermissionError
     return isinstance(error, kinds) or _REFUSED.search(str(error)) is not None
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the server has no room."""
+    return _FULL.search(str(error)) is not None
 
 
 def reason(error: Exception) -> str:
