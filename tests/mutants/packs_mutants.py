@@ -514,10 +514,10 @@ MUTANTS = (
     EVICTOR.but(
         "cost",
         "one that fails is not paused after",
-        "            finally:\n                ended",
-        "            else:\n                ended",
-        "            try:\n                self._round()\n",
-        "            try:\n                self._round()\n            except ZeroDivisionError:\n                raise\n",
+        "        finally:\n            ended",
+        "        else:\n            ended",
+        "        try:\n            self._round()\n",
+        "        try:\n            self._round()\n        except ZeroDivisionError:\n            raise\n",
     ),
     EVICTOR.but(
         "cost",
@@ -530,6 +530,12 @@ MUTANTS = (
         "what is refused is not told",
         "        self._refused = self._refused_now\n",
         "",
+    ),
+    EVICTOR.but(
+        "refusals",
+        "what is refused is told in its own process alone",
+        'int(self._refused != "")',
+        "0",
     ),
     EVICTOR.but(
         "refusals",

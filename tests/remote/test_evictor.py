@@ -21,7 +21,7 @@ from tiers.remote.directory_bucket import PACE, UNBOUNDED_PACE, DirectoryBucket,
 from tiers.remote.directory_files import TEMPORARY
 from tiers.remote.directory_upkeep import TEMPORARY_SECONDS, DirectoryTerms
 from tiers.remote.evictor import Evictor, Pause
-from tiers.remote.lease import WATCH_BEATS, Lease
+from tiers.remote.lease import WATCH_BEATS, Count, Lease
 from tiers.remote.packs.pack import name_of
 from tiers.remote.shared_spec import SharedSpec
 from tiers.testing import Memory, make_key
@@ -350,6 +350,12 @@ def test_a_put_that_failed_takes_no_room(place: Path, monkeypatch: pytest.Monkey
         assert bucket.put(name_of(make_key()), [bytes(SIZE)])
 
 
+def test_a_note_without_what_hinders_is_read_as_one_of_an_engine_of_before(place: Path) -> None:
+    (place / "upkeep").mkdir()
+    (place / "upkeep" / "term-3").write_bytes(b"a1b2 9 7 500 1000 ".ljust(95) + b"\n")
+    assert lease(place, Clock()).last_count() == Count(7, 500, 1000)
+
+
 def test_who_closes_it_leaves_the_lease_to_others_at_once(place: Path) -> None:
     bucket = kept_directory(place, 10 * SIZE)
     wait_for(lambda: bool(list(place.glob("upkeep/term-*"))))
@@ -480,6 +486,9 @@ def test_what_another_user_keeps_to_itself_ends_no_round_and_is_named(
         upkeep.step()
         assert there(packs) == [number < 9 or number == 19 for number in range(20)]
         assert str(closed) in upkeep.warning()
+        beside = keeper(place, 10 * SIZE, clock)
+        beside.step()
+        assert "list or delete all" in beside.warning(), "the scheduler's process, which says so"
     clock.now += 100
     upkeep.step()
     assert not upkeep.warning() and sum(there(packs)) == 9

@@ -37,7 +37,7 @@ from tiers.remote.evictor import Evictor  # noqa: E402
 from tiers.remote.lease import WATCH_BEATS, Lease  # noqa: E402
 from tiers.remote.object_spec import ObjectSpec  # noqa: E402
 from tiers.remote.object_upkeep import PACE, ObjectTerms, kept_objects  # noqa: E402
-from tiers.remote.obstore_bucket import RETRIES, ObstoreBucket  # noqa: E402
+from tiers.remote.obstore_bucket import ObstoreBucket  # noqa: E402
 from tiers.remote.packs.marks import BucketMarks  # noqa: E402
 from tiers.remote.packs.pack import name_of  # noqa: E402
 from tiers.testing import Memory, make_key  # noqa: E402
@@ -458,7 +458,7 @@ def test_what_credentials_may_not_do_is_named_and_ends_nothing(
     place: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
 ) -> None:
     packs, clock = fill(place, [DAY] * 20), Clock()
-    upkeep = keeper(place, 10 * SIZE, clock)
+    upkeep, beside = keeper(place, 10 * SIZE, clock), keeper(place, 10 * SIZE, clock)
 
     def refused(*given: object, **more: object) -> None:
         raise error
@@ -466,11 +466,14 @@ def test_what_credentials_may_not_do_is_named_and_ends_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(obstore, call, refused)
         upkeep.step()
+        beside.step()
         assert all(there(packs))
         assert "AccessDenied" in upkeep.warning() and "credentials" in upkeep.warning()
+        assert "credentials" in beside.warning(), "the scheduler's process, which says so"
     clock.now += 1000
     upkeep.step()
-    assert not upkeep.warning() and sum(there(packs)) == 9
+    beside.step()
+    assert not upkeep.warning() + beside.warning() and sum(there(packs)) == 9
 
 
 def test_who_may_not_delete_does_not_put_beyond_the_capacity(
@@ -492,13 +495,12 @@ def test_a_buckets_upkeep_that_fails_ends_no_tier(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_upkeep, "PACE", AT_ONCE)
-    real, failing, failed = obstore.list, [True], []
+    real, failing = obstore.list, [True]
 
-    def listed(*given: Any, **more: Any) -> Any:
-        if failing[0]:
-            failed.append(1)
+    def listed(store: Any, prefix: str | None, **more: Any) -> Any:
+        if failing[0] and not prefix:
             raise GenericError("status: 500 Internal Server Error")
-        return real(*given, **more)
+        return real(store, prefix, **more)
 
     monkeypatch.setattr(obstore, "list", listed)
     packs = fill(place, [DAY] * 20)
@@ -506,10 +508,18 @@ def test_a_buckets_upkeep_that_fails_ends_no_tier(
         name = name_of(make_key())
         assert bucket.put(name, [b"x"])
         assert bucket.read(name, 0, [memoryview(bytearray(1))]) == 1
-        wait_for(lambda: len(failed) > 2 * (RETRIES + 1))
-        assert all(there(packs))
+        wait_for(lambda: "nothing can be evicted" in bucket.warning())
+        wait_for(lambda: "list or delete all" in _said_beside(place))
+        assert "500 Internal Server Error" in bucket.warning() and all(there(packs))
         failing[0] = False
-        wait_for(lambda: sum(there(packs)) < 10)
+        wait_for(lambda: sum(there(packs)) < 10 and not bucket.warning() + _said_beside(place))
+
+
+def _said_beside(place: Path) -> str:
+    """What one says that hears of the holder."""
+    watching = keeper(place, 10 * SIZE, Clock())
+    watching.step()
+    return watching.warning()
 
 
 # ---- the bound

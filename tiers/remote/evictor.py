@@ -39,6 +39,8 @@ from tiers.remote.packs.pack import record_start
 
 GRAIN_SECONDS = 10.0
 HIGH, LOW = 0.95, 0.9
+FAILURES = 3
+"""Steps in a row that fail, after which a warning says so."""
 _CLOSE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class Evictor:
         self._refused = self._refused_now = self._barred = ""
         """What this process's user may not list or delete, of the last round and of this one; and
         what it may not do with the lease."""
+        self._failures, self._failed = 0, ""
+        """Steps that failed in a row, since the last round, and why the last one did."""
         self._count = Count()
         self._own = self._own_before = self._putting = 0
         """Bytes put by this process since the last count, between the two before, and in flight."""
@@ -124,12 +128,20 @@ class Evictor:
                 self._own += size * stored
 
     def warning(self) -> str:
-        """What the holder of the lease can't evict, or evicts beyond another capacity than ours."""
+        """What the holder of the lease can't evict, or evicts beyond another capacity than ours.
+        The scheduler's process is asked, and the holder is another as a rule."""
         count, ours = self._count, self._capacity or 0
         if refused := self._barred or self._refused:
             return (
                 f"not all can be evicted: {refused}; let the one user, group or credentials of "
                 "all engines list and delete all there"
+            )
+        if self._capacity is not None and self._failures >= FAILURES:
+            return f"nothing can be evicted: {self._failed}; let all there be listed and deleted"
+        if count.is_hindered:
+            return (
+                "the process that evicts for all can't list or delete all there; let the one user, "
+                "group or credentials of all engines do so, and see kvtiers doctor"
             )
         if not count.round or count.capacity == ours:
             return ""
@@ -144,18 +156,31 @@ class Evictor:
         if self._wake.is_set():  # a put found no room
             self._wake.clear()
             self._next_round = self._soonest_round
-        if self._beat() and self._clock() >= self._next_round:
-            began = self._clock()
-            try:
-                self._round()
-            finally:
-                ended = self._clock()
-                usual = self._pace.usual.after(ended - began)
-                self._soonest_round = ended + self._pace.full.after(ended - began)
-                self._next_round = max(self._soonest_round, ended + min(self._lasts, usual))
+        try:
+            is_due = self._beat() and self._clock() >= self._next_round
+            if is_due:
+                self._timed_round()
+        except (TierError, OSError) as error:
+            self._failures, self._failed = self._failures + 1, str(error)
+            if self._failures == FAILURES:
+                self._lease.count = self._lease.count._replace(is_hindered=1)
+            raise
         is_held = self._lease.is_held
+        if is_due or not is_held:
+            self._failures = 0
         due = min(self._next_beat, self._next_round) if is_held else self._next_beat
         return max(0.0, due - self._clock())
+
+    def _timed_round(self) -> None:
+        """Raises TierError, OSError."""
+        began = self._clock()
+        try:
+            self._round()
+        finally:
+            ended = self._clock()
+            usual = self._pace.usual.after(ended - began)
+            self._soonest_round = ended + self._pace.full.after(ended - began)
+            self._next_round = max(self._soonest_round, ended + min(self._lasts, usual))
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -215,7 +240,8 @@ class Evictor:
         if self._beat():
             self._counted_at = began
             number = self._lease.count.round + 1
-            self._lease.count = Count(number, used, self._capacity or 0)
+            is_hindered = int(self._refused != "")
+            self._lease.count = Count(number, used, self._capacity or 0, is_hindered)
             self._next_beat = 0.0
             self._beat()
 

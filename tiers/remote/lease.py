@@ -25,17 +25,19 @@ WATCH_BEATS = 6
 FOLDER = "upkeep"
 NOTE_BYTES = 96
 _TERM = re.compile(r"term-(\d{1,12})")
-_NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}) ")
+_NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}) (?:(\d) )?")
 _NOBODY = b"nobody"
 
 
 class Count(NamedTuple):
     """What the holder says: it has counted `round` times, and then there were `used` bytes; it
-    evicts what is beyond `capacity`, 0: nothing."""
+    evicts what is beyond `capacity`, 0: nothing; `is_hindered`: 1, where it can't list or delete
+    all."""
 
     round: int = 0
     used: int = 0
     capacity: int = 0
+    is_hindered: int = 0
 
 
 class Terms(Protocol):
@@ -106,7 +108,7 @@ class Lease:
         note = self._terms.read(term) if term else b""
         found = _NOTE.match(note)
         if found:
-            self.count = Count(*map(int, found.groups()[2:]))
+            self.count = Count(*(int(number or 0) for number in found.groups()[2:]))
         if (term, note) != self._seen:
             self._seen, self._since = (term, note), self._clock()
         # Its own: a beat that failed was the last.
@@ -120,7 +122,7 @@ class Lease:
 
     def _note(self, owner: bytes) -> bytes:
         self._beats += 1
-        note = b"%b %d %d %d %d " % (owner, self._beats, *self.count)
+        note = b"%b %d %d %d %d %d " % (owner, self._beats, *self.count)
         return note.ljust(NOTE_BYTES - 1) + b"\n"
 
 
