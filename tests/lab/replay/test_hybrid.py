@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.replay_chains import (
     measured,
     names,
 )
+from tiers.connector.scheduler.jobs import Jobs, Pending, PendingLoad
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 PROMPT = list(range(50))
@@ -47,6 +49,30 @@ def test_only_what_windows_reach_is_loaded(
     kept = {14: REACH, 7: 2}
     reached = sum(kept[window] for window in model.windows if window is not None)
     assert measured(one, "loaded_blocks", "cpu") == full * 12 + reached
+
+
+@pytest.mark.parametrize("windows", [(None,), (14,), (None, 14)])
+def test_each_part_of_a_load_is_noted_by_its_block(
+    engine: Callable[..., ReplayEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int | None, ...],
+) -> None:
+    """By which it is said where a load has failed; of one group that has a window too, whose blocks
+    before that have no place."""
+    one = engine(chain_of(cpu()), model=replace(HYBRID, windows=windows), prefix_caching=False)
+    loads: list[PendingLoad] = []
+    begin = Jobs.begin
+
+    def begun(self: Jobs, pending: Pending) -> None:
+        loads.extend([pending] if isinstance(pending, PendingLoad) else [])
+        begin(self, pending)
+
+    monkeypatch.setattr(Jobs, "begin", begun)
+    hashes = one.generate(PROMPT).block_hashes
+    one.generate(PROMPT)
+    (load,) = loads
+    noted = zip(load.of_block, load.job.items, strict=True)
+    assert all(item.key.startswith(hashes[block]) for block, item in noted)
 
 
 def test_a_prefix_ends_before_a_windowed_part_that_is_gone(

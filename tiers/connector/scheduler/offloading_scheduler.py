@@ -350,7 +350,7 @@ class OffloadingScheduler(SchedulerConnector):
         part = self.manager.part(request_state.keys, numbers)
         job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, part)
         size = len(self._requests.groups)
-        of_block = [number // size for number in numbers] if size > 1 else blocks
+        of_block = [number // size for number in numbers] if size > 1 else numbers
         self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared))
         self._loads.append(job)
         self.load_cost.began(job.job_id, self._tokens(len(blocks)))
