@@ -22,6 +22,13 @@ def test_a_batch_ends_where_a_group_does_or_where_it_must() -> None:
     assert list(batches([], 4)) == []
 
 
+def test_a_batch_ends_where_another_prompt_begins() -> None:
+    """A group of that would be parted, and lie in two packs."""
+    one, other = _numbered(0, 10, 16), _numbered(0, 10, 16)
+    assert list(batches([*one, *other], 16)) == [range(10), range(10, 20)]
+    assert list(batches([*one, None], 10)) == [range(10), range(10, 11)]
+
+
 class Packing(MemoryStore):
     """Holds the first three blocks of each prompt, and no block by itself."""
 

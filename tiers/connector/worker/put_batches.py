@@ -23,13 +23,15 @@ def batches(prefixes: Sequence[Prefix | None], most: int) -> Iterator[range]:
         stop = min(start + most, len(prefixes))
         if stop < len(prefixes):
             ends = range(stop, start, -1)
-            stop = next((end for end in ends if _ends_group(prefixes[end - 1])), stop)
+            stop = next((end for end in ends if _ends_group(*prefixes[end - 1 : end + 1])), stop)
         yield range(start, stop)
         start = stop
 
 
-def _ends_group(prefix: Prefix | None) -> bool:
-    return prefix is None or (prefix.at + 1) % prefix.group == 0
+def _ends_group(prefix: Prefix | None, behind: Prefix | None) -> bool:
+    if prefix is None or behind is None or behind.keys is not prefix.keys:
+        return True
+    return (prefix.at + 1) % prefix.group == 0
 
 
 def held_before(
