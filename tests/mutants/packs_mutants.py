@@ -483,6 +483,12 @@ MUTANTS = (
     ),
     LEASE.but(
         "lease",
+        "another's term of the same number is kept",
+        "            if newest == held > 0 and self._is_ours(held):\n",
+        "            if newest == held > 0:\n",
+    ),
+    LEASE.but(
+        "lease",
         "a beat that fails loses it for minutes",
         "found[1] in (_NOBODY, self._owner)",
         "found[1] == _NOBODY",

@@ -387,8 +387,8 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "a holder that was stopped goes on",
-        "            if newest == held > 0:\n",
-        "            if held > 0:\n",
+        "            if newest == held > 0 and self._is_ours(held):\n",
+        "            if held > 0 and self._is_ours(held):\n",
         equal="the file of its term is gone, so it writes nothing and holds nothing",
     ),
     LEASE.but(

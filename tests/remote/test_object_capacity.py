@@ -158,6 +158,19 @@ def test_one_process_has_it_as_long_as_it_lives(place: Path) -> None:
     assert not one.beat()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_that_somebody_deletes_is_had_by_one_again(place: Path, first: int) -> None:
+    leases = [Lease(ObjectTerms(bucket_at(place)), PACE.beat, Clock()) for _ in range(2)]
+    assert leases[0].beat() and not leases[1].beat()
+    for term in (place / "upkeep").iterdir():
+        term.unlink()
+    both = leases[first], leases[1 - first]
+    for _ in range(3):
+        assert [lease.beat() for lease in both] == [True, False]
+    both[1].resign()
+    assert both[0].beat()
+
+
 @pytest.mark.fault
 def test_who_is_silent_loses_it_by_the_watchers_clock_to_one(place: Path) -> None:
     clocks = [Clock(0), Clock(1e6), Clock(-50)]

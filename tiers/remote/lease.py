@@ -85,7 +85,7 @@ class Lease:
         # Others' terms are listed only where the one that is known has ended: a read costs less.
         if held or self._is_free(self._seen[0]):
             newest = self._terms.newest()
-            if newest == held > 0:
+            if newest == held > 0 and self._is_ours(held):
                 self._write(held, self._owner)
             elif self._is_free(newest) and self._terms.take(newest, self._note(self._owner)):
                 self._term = newest + 1
@@ -94,7 +94,7 @@ class Lease:
     def resign(self) -> None:
         """Let others take it at once, if it is held. Raises TierError, OSError."""
         held, self._term = self._term, 0
-        if held and self._terms.newest() == held:
+        if held and self._terms.newest() == held and self._is_ours(held):
             self._write(held, _NOBODY)
             self._term = 0
 
@@ -102,6 +102,12 @@ class Lease:
         """What the holder has counted, for who does no upkeep. Raises TierError, OSError."""
         self._is_free(self._terms.newest())
         return self.count
+
+    def _is_ours(self, term: int) -> bool:
+        """Whether it is the term that this process has made: where somebody deletes that, another
+        process may make one of the same number."""
+        found = _NOTE.match(self._terms.read(term))
+        return found is not None and found[1] == self._owner
 
     def _is_free(self, term: int) -> bool:
         """Whether nobody holds this term any more, as far as it was watched."""
