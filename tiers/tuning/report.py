@@ -28,6 +28,27 @@ class Served(NamedTuple):
     loaded: int
 
 
+class RoomWait:
+    """Seconds in which the next prompt in line waited for room in the engine's memory."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._since: float | None = None
+
+    def refused(self, now: float) -> None:
+        """The next prompt finds no room."""
+        if self._since is None:
+            self._since = now
+
+    def began(self, now: float) -> None:
+        """The next prompt has begun."""
+        self._sum, self._since = self.until(now), None
+
+    def until(self, now: float) -> float:
+        """All of them by now."""
+        return self._sum + (0.0 if self._since is None else now - self._since)
+
+
 class Stretch(NamedTuple):
     """Some prompts that ended one after another."""
 
@@ -103,6 +124,8 @@ class Report:
     """Equal parts of the counted prompts, in the order in which they ended: how much they vary."""
     ghosts: tuple[GhostUse, ...] = ()
     """Of a real replay, where the chain has any."""
+    room_wait: float = 0.0
+    """Share of the time in which the next prompt waited for room in the engine's own memory."""
     too_long: int = 0
     """Counted prompts that the engine's own cache can't hold, so that no engine serves them."""
 

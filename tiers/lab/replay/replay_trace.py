@@ -168,6 +168,7 @@ def _report(
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
         stretches=stretches(outcome.served),
+        room_wait=(marks[1].room_wait - marks[0].room_wait) / seconds,
         ghosts=tuple(use for watcher in ghosts for use in _ghosts(watcher)),
     )
 

@@ -87,18 +87,16 @@ class ReplayScheduler:
             budget = 0  # a token of whoever was preempted may still be in flight
         for request in self._waiting:
             self._end_load(request)
-        no_room = False
-        for request in list(self._waiting):
+        # As in vLLM, those that hold blocks come first: they alone can make room for the others.
+        for request in sorted(self._waiting, key=lambda one: one.num_computed_tokens == 0):
             if budget <= 0:
                 break
             if request.status is Status.LOADING:
                 continue
-            if request.num_computed_tokens == 0 and (no_room or not self._match(request)):
-                if self._whole_prompts and self.pool.num_free < self._blocks(request.num_tokens):
-                    if step.work or self._holds_blocks:
-                        break
-                    no_room = True  # only those behind it that have loaded can make some
-                continue
+            if request.num_computed_tokens == 0 and not (begins := self._match(request)):
+                if begins is None:
+                    continue
+                break
             if request.status is not Status.WAITING:
                 continue
             ran = self._run(request, step, budget)
@@ -124,12 +122,6 @@ class ReplayScheduler:
             request.is_computing = True
             request.unknown += self._runs_ahead and work.samples
 
-    @property
-    def _holds_blocks(self) -> bool:
-        """Whether a request has blocks that it gives back by itself."""
-        loading = any(request.status is Status.LOADING for request in self._waiting)
-        return bool(self._running or self._answering or loading)
-
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
 
@@ -147,8 +139,9 @@ class ReplayScheduler:
         assert self.connector is not None
         self.connector.update_state_after_alloc(request, request, 0)
 
-    def _match(self, request: ReplayRequest) -> bool:
-        """Find the request's prefix here and in the connector; False: it can't begin now."""
+    def _match(self, request: ReplayRequest) -> bool | None:
+        """Find the request's prefix here and in the connector. False: there is no room for the
+        request; None: ask again."""
         limit = (request.num_tokens - 1) // self._block_tokens
         hashes = [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
         tables = self._tables.find_prefix(hashes)
@@ -157,7 +150,7 @@ class ReplayScheduler:
         computed = len(tables[0]) * self._block_tokens
         external = self._ask(request, computed)
         if external is None:
-            return False
+            return None
         assert not (external and request.skip_reading_prefix_cache)
         known = computed + external
         blocks = self._blocks(request.num_tokens if self._whole_prompts else known)

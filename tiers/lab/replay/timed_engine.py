@@ -21,7 +21,7 @@ from tiers.lab.replay.scaling import CannotReplay
 from tiers.lab.replay.scheduler import ReplayScheduler
 from tiers.lab.replay.timed_worker import TURN, TimedWorker, TraceModel
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import Served
+from tiers.tuning.report import RoomWait, Served
 
 LOOK_SECONDS = 5.0
 """Of the machine: how long the counted time stands for a look-up at most."""
@@ -55,6 +55,7 @@ class Mark(NamedTuple):
     """Counts at a moment. `links`: seconds of loads and of stores by tier. `stats`: the chain's."""
 
     now: float
+    room_wait: float
     links: Mapping[str, tuple[float, float]]
     stats: Mapping[str, Measures]
 
@@ -87,12 +88,16 @@ class TimedScheduler(ReplayScheduler):
             external = super()._ask(request, computed)
         return external
 
-    def _match(self, request: ReplayRequest) -> bool:
+    def _match(self, request: ReplayRequest) -> bool | None:
         """As the scheduler, and note the tokens that each tier is to load."""
         assert isinstance(request, TracedRequest)
         begins = super()._match(request)
+        now = self._engine.clock.now()
         if begins:
+            self._engine.room_wait.began(now)
             request.lost, request.loaded_by = 0, {}
+        elif begins is False:
+            self._engine.room_wait.refused(now)
         if request.status is Status.LOADING:
             for tier, measures in self._engine.take_stats().items():
                 hits = measures.get("hit_tokens")
@@ -122,6 +127,7 @@ class TimedEngine(ReplayEngine):
     ) -> None:
         self.model = model
         self.outcome = Outcome()
+        self.room_wait = RoomWait()
         self.machine, self.clock = machine, clock
         self._states, self._worker, self._links = states, worker, links
         self._gpu_steps: list[GpuStep] = []
@@ -150,7 +156,8 @@ class TimedEngine(ReplayEngine):
         self.take_stats()
         busy = {name: (link.loads.busy, link.stores.busy) for name, link in self._links.items()}
         stats = {tier: dict(measures) for tier, measures in self.stats.data.items()}
-        return Mark(self.clock.now(), busy, stats)
+        now = self.clock.now()
+        return Mark(now, self.room_wait.until(now), busy, stats)
 
     def _pass_until(self, arrival: float | None) -> None:
         """Let time pass until then; None: until no request is left."""

@@ -6,9 +6,9 @@ blocks for speed; tests/tuning/simulation/test_policies.py holds both together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from itertools import islice
+from itertools import islice, takewhile
 from operator import or_
 from typing import NamedTuple
 
@@ -179,19 +179,18 @@ class Loads:
         chain: SimChain,
         workload: Workload,
         clock: Callable[[], float],
-        waiting: Sized,
     ) -> None:
-        """`waiting`: the prompts that wait to begin."""
         self._size = workload.block_tokens
         always = chain.load_when == "always"
         costs = {place: tier.cost for place, tier in enumerate(tiers)}
         self._comparison = Comparison(self._size, costs, clock, always)
         self._policy = {"first": first, "longest": longest, "stitched": stitched}[chain.load_policy]
         self._shares = chain.load_policy == "stitched" and len(tiers) > 1
-        self._masks = workload.masks
+        self._masks, self._lengths = workload.masks, workload.lengths
         self._tiers = tiers
         self._placed = list(enumerate(tiers))
-        self._waiting = waiting
+        self.waiting = 0
+        """Prompts that have come and not begun."""
         self._max_wait = chain.max_wait
         self.in_flight: dict[tuple[int, int], Prompt] = {}
         """Prompts that load, by the run, and the block in it, where they began to."""
@@ -200,14 +199,27 @@ class Loads:
         """A step has computed `tokens` of prompts in this time."""
         self._comparison.prefill.measured(tokens, seconds)
 
-    def joins(self, prompt: Prompt, at: int, skip: int) -> bool:
-        """Whether another prompt loads from this block of this run on, so that this one waits for
-        it: then it finds those blocks in the engine's own cache."""
-        loader = self.in_flight.get((prompt.path[at], skip))
+    def joins(self, prompt: Prompt, plan: SimPlan) -> bool:
+        """Whether a prompt that could load by this plan waits for another's load instead, and then
+        finds those blocks in the engine's own cache: see `connector/policy/load_sharing.py`."""
+        loader = self.in_flight.get(prompt.place)
         if loader is None:
+            return False
+        blocks = plan.tokens // self._size
+        # The engine computes the last token, whatever it has.
+        known, limit = prompt.own // self._size, (prompt.tokens - 1) // self._size
+        shared = min(blocks, limit - known, loader.loads, self._shared(prompt, loader))
+        if 2 * shared < max(blocks, loader.loads):
             return False
         loader.woken.append(prompt)
         return True
+
+    def _shared(self, one: Prompt, other: Prompt) -> int:
+        """How many blocks two prompts have in common behind their place, which is the same."""
+        run, skip = one.place
+        mine, others = (prompt.path[prompt.path.index(run) :] for prompt in (one, other))
+        same = takewhile(lambda runs: runs[0] == runs[1], zip(mine, others, strict=False))
+        return sum(self._lengths[run] for run, _ in same) - skip
 
     def any_has(self, run: int, skip: int, now: float) -> bool:
         """Whether a tier has this block of this run by now."""
@@ -235,7 +247,7 @@ class Loads:
             tier.measure(now)
         blocks = prompt.blocks - known
         question = Question(prompt.path, at, skip, blocks)
-        wish = Wish(blocks, self._max_wait, len(self._waiting))
+        wish = Wish(blocks, self._max_wait, self.waiting - 1)
         return self._comparison.choose(partial(self._propose, question), wish)
 
     def nothing(self, blocks: int) -> Verdict[SimPlan]:
@@ -268,6 +280,7 @@ class Loads:
 
         It uses what precedes the first block that has not come in time.
         """
+        self.waiting -= 1
         plan = verdict.plan
         parts = plan.parts if plan is not None else {}
         self._comparison.decided(parts, verdict.probed, verdict.seconds)
@@ -283,6 +296,7 @@ class Loads:
             ends, arrived[place] = tiers[place].load(count, now, late)
             end = max(end, ends)
         self.in_flight[prompt.place] = prompt
+        prompt.loads = plan.tokens // self._size
         for place, count in plan.pieces:
             came = min(count, arrived[place])
             tiers[place].counts.hits += came

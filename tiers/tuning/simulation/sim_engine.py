@@ -7,12 +7,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import Served
+from tiers.tuning.report import RoomWait, Served
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.simulated_tier import IdleGpus, SimulatedTier, TierCounts
@@ -48,6 +48,9 @@ class OwnCache:
         """Leading blocks of each run that are in place."""
         self._users = [0] * runs
         """How many running prompts have each run in their path."""
+        self._copies: dict[int, int] = {}
+        """Blocks of each run that running prompts hold beyond one of each, having computed or
+        loaded them at the same time."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Runs with known blocks that no running prompt has, the first to be evicted first."""
         self._free = capacity
@@ -100,26 +103,34 @@ class OwnCache:
             self._take_idle()
         return True
 
-    def know(self, prompt: Prompt, parts: Iterable[Part]) -> None:
-        """These blocks of a prompt are computed or loaded, as all before them: others find them in
-        place."""
+    def know(self, prompt: Prompt, parts: Iterable[Part], fresh: int) -> None:
+        """These blocks of a prompt, of which it took `fresh`, are computed or loaded, as all before
+        them: others find them in place."""
         if not self._capacity:
             return
         in_place = self._known
-        unknown = prompt.reserved
+        before: list[tuple[int, int]] = []
+        copied = fresh
         for run, blocks in parts:
             end = blocks.bit_length()
             have = in_place[run]
+            if have:
+                before.append((run, min(have, end)))
             if end > have:
                 in_place[run] = end
-                unknown -= end - have
-        if unknown < 0:
-            self._taken -= unknown
-            self._free += unknown
-            unknown = 0
+                copied -= end - have
+        prompt.reserved -= fresh
+        if copied < 0:
+            self._taken -= copied
+            self._free += copied
             if self._free < 0:
                 self._take_idle()
-        prompt.reserved = unknown
+        while copied > 0 and before:
+            # Those that it found in place come first.
+            run, count = before.pop()
+            count = min(count, copied)
+            self._copies[run] = self._copies.get(run, 0) + count
+            copied -= count
 
     def answer(self, prompt: Prompt, path: Sequence[int]) -> None:
         """The answer of a prompt has filled the runs that `path` adds to the prompt's own; their
@@ -147,9 +158,11 @@ class OwnCache:
             return
         users, in_place, idle = self._users, self._known, self._idle
         # A block that never became known, such as a partial last one, is taken again first.
-        self._free += prompt.reserved
         ended = prompt.reserved
         prompt.reserved = 0
+        if self._copies:
+            ended += self._drop_copies(prompt)
+        self._free += ended
         for run in prompt.path[::-1]:
             users[run] = left = users[run] - 1
             if not left and (have := in_place[run]):
@@ -158,6 +171,22 @@ class OwnCache:
         self._taken -= ended
         if self._free < 0:
             self._take_idle()
+
+    def _drop_copies(self, prompt: Prompt) -> int:
+        """A prompt that ends gives back a copy of each block that it computed or loaded; how many
+        there are."""
+        depth, own, dropped = 0, prompt.own // self._size, 0
+        for run in prompt.path:
+            length = self._lengths[run]
+            depth += length
+            if copies := self._copies.get(run):
+                mine = min(length, max(0, depth - own))
+                left = max(0, copies - mine) if self._users[run] > 1 else 0
+                dropped += copies - left
+                self._copies[run] = left
+                if not left:
+                    del self._copies[run]
+        return dropped
 
     def _take_idle(self) -> None:
         """Take blocks of idle runs, from the tail, for those that there is no room for."""
@@ -183,8 +212,8 @@ Step = tuple[Batch, list[tuple[SimulatedTier, Job]], int, float]
 class SimEngine:
     """Serves a workload: continuous batching of prompts, a prefix cache, loads beside the steps.
 
-    All before request number `warm` only warms: `counts_before`, `gpu_busy_before` and `since` are
-    of the moment when it comes.
+    All before request number `warm` only warms: `counts_before`, `gpu_busy_before`,
+    `room_wait_before` and `since` are of the moment when it comes.
     """
 
     def __init__(
@@ -203,7 +232,8 @@ class SimEngine:
         """Tokens that the counted requests found in the engine's own cache."""
         self.served: list[Served] = []
         """The counted requests, in the order in which their prompts ended."""
-        self.gpu_busy_before = 0.0
+        self.room_wait = RoomWait()
+        self.gpu_busy_before = self.room_wait_before = 0.0
         self.counts_before = [TierCounts() for _ in tiers]
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
@@ -213,14 +243,15 @@ class SimEngine:
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
         self._cache = OwnCache(capacity, workload)
         self._waiting: deque[Prompt] = deque()
-        self._loads = Loads(tiers, chain, workload, lambda: self.now, self._waiting)
+        self._loads = Loads(tiers, chain, workload, lambda: self.now)
         self._promote = chain.promote
         self._stores_answers = chain.stores_answers
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
         self._going_on: deque[Prompt] = deque()
-        self._back: list[tuple[int, Prompt]] = []
-        """Those that have waited for a load, their own or another's, by their place in line."""
+        self._back: list[tuple[bool, int, Prompt]] = []
+        """Those that have waited for a load, their own or another's, or for room: those that have
+        their blocks first, as in vLLM, then by their place in line."""
         self._answering: dict[Prompt, None] = {}
         self._idle = machine.gpus
         self._gpus = IdleGpus()
@@ -237,9 +268,11 @@ class SimEngine:
                 self._next_event()
             if number == self.warm:
                 self.since, self.gpu_busy_before = arrival, self.gpu_busy
+                self.room_wait_before = self.room_wait.until(arrival)
                 self.counts_before = [replace(tier.counts) for tier in self.tiers]
             self.now = arrival
             waiting.append(Prompt(number, arrival, tokens, answer, job))
+            self._loads.waiting += 1
             if self._idle:
                 self._begin_steps()
         while events:
@@ -281,7 +314,7 @@ class SimEngine:
             if going_on:
                 prompt = going_on.popleft()
             elif self._back:
-                prompt = heappop(self._back)[1]
+                prompt = heappop(self._back)[2]
             elif self._waiting:
                 prompt = self._waiting.popleft()
             else:
@@ -289,11 +322,9 @@ class SimEngine:
             if not prompt.has_begun:
                 begins = self._begin(prompt)
                 if begins is Beginning.NO_ROOM:
-                    heappush(self._back, (prompt.number, prompt))
-                    if batch or self._events:
-                        break
-                    prompt = self._take_begun()
-                elif begins is Beginning.LOADS:
+                    self._put_back(prompt)
+                    break
+                if begins is Beginning.LOADS:
                     continue
             done = prompt.done + budget
             if done > prompt.tokens:
@@ -302,13 +333,8 @@ class SimEngine:
             batch.append((prompt, done))
         return batch, self._step_tokens - budget
 
-    def _take_begun(self) -> Prompt:
-        """The first in line of those that have their blocks. Where nothing runs, only they can make
-        room for one before them."""
-        place = min(place for place in self._back if place[1].has_begun)
-        self._back.remove(place)
-        heapify(self._back)
-        return place[1]
+    def _put_back(self, prompt: Prompt) -> None:
+        heappush(self._back, (not prompt.has_begun, prompt.number, prompt))
 
     def _offer(self, batch: Batch) -> list[tuple[SimulatedTier, Job]]:
         """Offer the tiers the blocks of a step; the stores that begin when it ends."""
@@ -346,9 +372,10 @@ class SimEngine:
         for tier, job in jobs:
             tier.submit(job, now)
         for prompt, done in batch:
-            prompt.done = done
+            before, prompt.done = prompt.done, done
             if prompt.parts:
-                self._cache.know(prompt, prompt.parts)
+                fresh = min(done // self._size, prompt.blocks) - before // self._size
+                self._cache.know(prompt, prompt.parts, fresh)
                 prompt.parts = ()
             if done < prompt.tokens:
                 self._going_on.append(prompt)
@@ -379,7 +406,7 @@ class SimEngine:
         prompt.path = (*prompt.path, *path)
         last = prompt.blocks + sum(self.workload.lengths[run] for run in path)
         offer = prompt.offer(last, self.workload)
-        self._cache.know(prompt, prompt.parts)
+        self._cache.know(prompt, prompt.parts, last - prompt.blocks)
         prompt.parts = ()
         if not self._stores_answers:
             return
@@ -395,21 +422,23 @@ class SimEngine:
         """Find a prompt's prefix here and in the chain, and begin it where there is room."""
         known, at, skip = self._cache.find(prompt)
         loads, now = self._loads, self.now
-        is_held = False
-        if known < prompt.blocks:
-            if loads.in_flight and loads.joins(prompt, at, skip):
+        prompt.own = known * self._size
+        verdict = None
+        if known < prompt.blocks and loads.any_has(prompt.path[at], skip, now):
+            verdict = loads.choose(prompt, known, at, skip, now)
+            if verdict.plan is not None and loads.joins(prompt, verdict.plan):
                 return Beginning.LOADS
-            is_held = loads.any_has(prompt.path[at], skip, now)
         if not self._cache.reserve(prompt, known):
             if known < prompt.blocks:
                 loads.drain(now)
+            self.room_wait.refused(now)
             return Beginning.NO_ROOM
-        blocks = prompt.blocks - known
-        verdict = loads.choose(prompt, known, at, skip, now) if is_held else loads.nothing(blocks)
-        prompt.own = known * self._size
+        if verdict is None:
+            verdict = loads.nothing(prompt.blocks - known)
+        prompt.has_begun = True
+        self.room_wait.began(now)
         if prompt.number >= self.warm:
             self.own_hits += prompt.own
-        prompt.has_begun = True
         known, ends = loads.begin(prompt, known, verdict, now)
         prompt.loaded = known * self._size - prompt.own
         if verdict.plan is not None:
@@ -420,10 +449,12 @@ class SimEngine:
         return Beginning.COMPUTES if verdict.plan is None else Beginning.LOADS
 
     def _end_load(self, prompt: Prompt) -> None:
-        self._cache.know(prompt, prompt.first(prompt.done // self._size, self.workload))
+        blocks = prompt.done // self._size
+        fresh = blocks - prompt.own // self._size
+        self._cache.know(prompt, prompt.first(blocks, self.workload), fresh)
         prompt.done = min(prompt.done, prompt.tokens - 1)
         for one in (prompt, *self._loads.end(prompt)):
-            heappush(self._back, (one.number, one))
+            self._put_back(one)
 
 
 def _has_run(pair: tuple[Prompt, int]) -> bool:

@@ -136,6 +136,7 @@ def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=tier_hits / machine.prefill_rate,
         stretches=stretches(engine.served),
+        room_wait=(engine.room_wait.until(engine.now) - engine.room_wait_before) / seconds,
         too_long=sum(-(-tokens // size) > engine_blocks for tokens in prompts),
     )
 

@@ -150,6 +150,8 @@ class SimulatedTier:
         self._jobs += 1
         self._now = now
         cost.began(self._jobs, blocks * self._tokens)
+        for _ in range(2):  # an engine that waits steps on, and its second step sees the load begun
+            cost.stepped()
         ended = _TimedLoad(
             end, self._jobs, max(0.0, end - turn), came * self._tokens, came == blocks
         )

@@ -155,6 +155,8 @@ class Prompt:
     """Tokens from the engine's cache."""
     loaded: int = 0
     """Tokens from tiers."""
+    loads: int = 0
+    """Blocks that it set out to load."""
     offered: int = 0
     """Blocks offered to the tiers."""
     parts: Sequence[Part] = ()
