@@ -12,7 +12,7 @@ from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, disk, machine
 from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
-from tiers.tuning.report import Report
+from tiers.tuning.report import TRUSTED_ROOM_WAIT, Report
 from tiers.tuning.simulation import simulate
 
 NEW = count(1 << 20)
@@ -120,3 +120,29 @@ def test_who_waits_for_a_load_counts_as_waiting() -> None:
     prompts = [Prompt(first), Prompt(document(10), 200.0), *at_once]
     real, _ = served(prompts, [first, shared, other], 3e6, "sooner")
     assert real.tier_hit_tokens == 40 * SIZE
+
+
+@pytest.mark.parametrize("blocks", [90, 900])
+def test_a_report_tells_where_prompts_wait_for_room(blocks: int) -> None:
+    """GPUs and links are idle, and yet times are not to be trusted."""
+    documents = [document(40) for _ in range(6)]
+    requests = [
+        TraceRequest(90.0 * number, 40 * SIZE + 1, 100, documents[number % 6])
+        for number in range(96)
+    ]
+    link = TierProfile(load_bandwidth=40e6, store_bandwidth=40e6)
+    on = machine(
+        engine_cache=blocks * BLOCK_BYTES,
+        tiers={"disk": link},
+        prefill_rate=40000,
+        step_tokens=2048,
+    )
+    for serve in (replay, simulate):
+        report = serve(requests, SIZE, chain(disk(4000)), on, warm=0.25)
+        assert report.load < 0.65
+        if blocks > 600:
+            assert not report.warnings and not report.room_wait
+            continue
+        assert report.room_wait > TRUSTED_ROOM_WAIT
+        (warning,) = report.warnings
+        assert warning.startswith("prompts wait for room in the engine's memory for ")

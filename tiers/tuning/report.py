@@ -12,6 +12,9 @@ from spec.fields import format_size
 TRUSTED_LOAD = 0.65
 """GPU load or link use beyond which waiting times are not to be trusted: a rate that is 5% wrong
 moves the median by 5 to 12% below it, and by some hundred percent near 1."""
+TRUSTED_ROOM_WAIT = 0.25
+"""The same of the time in which the next prompt waits for room in the engine's memory: beyond it a
+rate that is 5% wrong moves the median by up to 20%, however idle GPUs and links are."""
 STRETCHES = 16
 SHORT_LIFE = 1.0
 """Years below which a device's life is warned of."""
@@ -179,6 +182,12 @@ class Report:
             )
             if share > TRUSTED_LOAD
         ]
+        if self.room_wait > TRUSTED_ROOM_WAIT:
+            found.append(
+                f"prompts wait for room in the engine's memory for {self.room_wait:.0%} of the "
+                f"time: beyond {TRUSTED_ROOM_WAIT:.0%} small errors add up in its queue, so trust "
+                "hit tokens and shares here, and not times: more engine_cache shortens it"
+            )
         found += [
             f"{tier.name}'s stores are busy for {tier.store_busy:.0%} of the time: beyond "
             f"{TRUSTED_LOAD:.0%} they lag, and it drops what finds no room "
