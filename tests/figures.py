@@ -2,8 +2,9 @@
 
     python -m tests.figures [--json]
 
-A figure over its ceiling is marked and fails nothing: look whether the change is worth it, and
-lower a ceiling when a figure has fallen. Code is without docstrings, comments and blank lines.
+A figure over its ceiling is marked; too many lines fail a test: make room, or raise the ceiling in
+the change that is worth it, and say why. Lower a ceiling when a figure has fallen. Code is without
+docstrings, comments and blank lines.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from tiers.lab.replay import ReplayEngine
 ROOT = Path(__file__).parents[1]
 FILE_LINES, CLASS_METHODS, FUNCTION_LINES, PAGE_WORDS = 300, 35, 30, 1500
 CEILINGS = {
-    "lines of tiers and spec": 34_000,
+    "lines of tiers and spec": 55_500,
     "folder circles": 0,
-    "files that a look-up runs through": 25,
-    "files that a store runs through": 55,
-    "files that a load runs through": 55,
+    "files that a look-up runs through": 30,
+    "files that a store runs through": 67,
+    "files that a load runs through": 72,
     "frames from a look-up to a tier's table": 14,
 }
 """By the beginning of a figure's name."""

@@ -15,6 +15,11 @@ def test_what_a_prompt_runs_through_is_seen() -> None:
     assert "DiskStore.get" in only[0] and "DiskStore.put" in only[1], "on the threads of stores too"
 
 
+def test_the_house_grows_no_larger_by_the_way() -> None:
+    name = "lines of tiers and spec"
+    assert figures.sizes()[name] <= figures.CEILINGS[name]
+
+
 def test_a_circle_is_one_of_any_length() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}}
     assert figures.on_circles(graph) == {"a", "b", "c"}
