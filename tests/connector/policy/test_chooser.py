@@ -10,7 +10,8 @@ import pytest
 from spec.chain import LOAD_POLICIES
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
-from tiers.connector.policy.choice import Choice
+from tiers.connector.policy import chooser
+from tiers.connector.policy.choice import Choice, Stitch, stitched
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
@@ -208,6 +209,35 @@ def test_a_tier_is_asked_once_for_a_request_that_waits() -> None:
     chain.children[1].tokens = 512
     assert chain.choose().tokens == TOKENS
     assert [child.asked for child in chain.children] > asked
+
+
+@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+def test_a_prefix_is_put_together_once_for_a_request_that_waits(
+    load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[range] = []
+
+    def stitch(children: Any, blocks: range, window: int = 0) -> Stitch:
+        made.append(blocks)
+        return stitched(children, blocks, window)
+
+    monkeypatch.setattr(chooser, "stitched", stitch)
+    chain = Chain(ours(512), ours(TOKENS), load=load)
+    first = chain.choose()
+    count = len(made)
+    assert count and [chain.choose() for _ in range(10)] == [first] * 10
+    assert len(made) == count
+    chain.children[1].tokens = 256
+    assert (chain.choose().tokens, len(made) > count) == (512, True), "a tier has less now"
+
+
+def test_a_tier_that_looks_a_long_prompt_up_by_and_by_is_asked_again() -> None:
+    """Its version is the same meanwhile."""
+    chain = Chain(ours(512), ours(None))
+    chain.children[1].version = lambda state: 1
+    assert chain.choose().tokens is None
+    chain.children[1].tokens = TOKENS
+    assert chain.choose().tokens == TOKENS
 
 
 def test_lookups_are_waited_for_while_that_can_pay() -> None:

@@ -181,7 +181,7 @@ class Chooser:
     ) -> _Question:
         versions = self._versions(request_state, num_computed_tokens)
         if versions is None or versions != request_state.versions:
-            request_state.versions, request_state.held = versions, {}
+            self._forget(request_state, versions)
             notes.asks_tiers(request_state.limits)
         limit = request_state.limits.max_load_tokens
         loadable = request_state.request.num_tokens - num_computed_tokens
@@ -189,6 +189,12 @@ class Chooser:
         loadable -= loadable % self._block_tokens
         waits = self._comparison.token_seconds is None
         return _Question(request_state, num_computed_tokens, loadable, {}, notes, set(), waits)
+
+    @staticmethod
+    def _forget(request_state: RequestState, versions: Hashable) -> None:
+        """Tiers are to be asked anew, unless these versions come again."""
+        request_state.versions = versions
+        request_state.held, request_state.stitches = {}, {}
 
     def _versions(self, request_state: RequestState, computed: int) -> Hashable:
         """Our tiers' coverage of a request is the same while this is; None: it may not be."""
@@ -200,7 +206,7 @@ class Chooser:
 
     def decided(self, request_state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
-        request_state.versions, request_state.held = None, {}
+        self._forget(request_state, None)
         self._waits.decided(request_state)
         self.gone(request_state)
         used = choice.shares or ({choice.child: []} if choice.child is not None else {})
@@ -300,7 +306,7 @@ class Chooser:
         loaders = [i for i in self._loaders if self._may_load(i, question)]
         blocks = self._blocks(question)
         coverage = self._coverage_of(loaders, question)
-        found = stitched(coverage, blocks, self._window)
+        found = self._stitch_of(loaders, question, blocks)
         tokens = self._tokens(found, blocks)
         if tokens < question.loadable:
             alone = self._one_child(question, but=self._loaders)
@@ -365,7 +371,7 @@ class Chooser:
         """How many tokens a child has, and whether it loads them beside the steps."""
         if index in self._loaders:
             blocks = self._blocks(question)
-            found = stitched(self._coverage_of((index,), question), blocks, self._window)
+            found = self._stitch_of((index,), question, blocks)
             tokens = self._tokens(found, blocks)
             looking = found.looking and question.waits
             return (None, False) if looking else (tokens, tokens > 0)
@@ -380,6 +386,17 @@ class Chooser:
             answer = 0, False
         question.asked[index] = answer
         return answer
+
+    def _stitch_of(self, loaders: Sequence[int], question: _Question, blocks: range) -> Stitch:
+        """What these have together, put together once for a request that waits while nothing
+        changes: of long prompts it costs a step a millisecond."""
+        known, asked = question.request_state.stitches, (tuple(loaders), blocks)
+        found = known.get(asked)
+        if found is None:
+            found = stitched(self._coverage_of(loaders, question), blocks, self._window)
+            if not question.looking:
+                known[asked] = found
+        return found
 
     def _coverage_of(self, loaders: Iterable[int], question: _Question) -> dict[int, Coverage]:
         return {i: partial(self._held, i, question) for i in loaders}

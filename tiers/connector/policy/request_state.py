@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spec.chain import StoreScope
-from tiers.connector.policy.choice import NO_LOAD, Choice
+from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
     NO_HINTS,
     HintReader,
@@ -49,7 +49,8 @@ class RequestState:
     were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
-    `has_begun` once it did. `held`: coverage of tiers, valid while `versions` are unchanged.
+    `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, valid while
+    `versions` are unchanged.
     `foreign_loaders`: the engine's own connectors that load it; `failed`: those that left it
     nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`:
     see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself. `cached`: tokens of its
@@ -74,6 +75,7 @@ class RequestState:
     choice: Choice = NO_LOAD
     versions: Hashable = None
     held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    stitches: dict[tuple[Sequence[int], range], Stitch] = field(default_factory=dict)
     is_undecided: bool = False
     has_begun: bool = False
     foreign_loaders: set[int] = field(default_factory=set)

@@ -141,6 +141,7 @@ class StoreManager(TierManager):
         self._found_index = capability(store, LocalIndex)
         self._in_order = in_order if any(in_order) else ()
         self._packs = 0
+        self._ask_packs_at = -math.inf
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = VisibilityCheck(name)
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
@@ -159,7 +160,9 @@ class StoreManager(TierManager):
     def _pack_blocks(self) -> int:
         """Blocks of a group of a store that keeps prompts together; 0: it does not, or it is not
         known yet."""
-        if self._in_order and not self._packs:
+        if self._in_order and not self._packs and self._clock() >= self._ask_packs_at:
+            # A store that is opened late may have them later; each block that is stored asks.
+            self._ask_packs_at = self._clock() + EVERY
             packs = capability(self._store, Packs)
             self._packs = 0 if packs is None else packs.pack_blocks()
         return self._packs
