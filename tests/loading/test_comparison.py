@@ -442,31 +442,6 @@ def test_each_load_that_is_queued_costs_its_latency() -> None:
     assert pace is not None and pace.ready > 0.95, "it does not hang: six loads take as long"
 
 
-@pytest.mark.parametrize("at_once", [2, 8, 16])
-def test_loads_of_a_far_tier_that_run_together_make_none_of_them_sooner(at_once: int) -> None:
-    """Else what is computed in less would be loaded after each burst."""
-    made = far_away(at_once)
-    meter, job = made.meters[0], 0
-    for _ in range(5):
-        together = range(job, job := job + at_once)
-        for number in together:
-            meter.began(number, LENGTHS[number % len(LENGTHS)] * BLOCK)
-        made.clock.now += FAR[0]
-        for number in together:
-            meter.ended(number, FAR[0], whole=True)
-    for blocks in LENGTHS:
-        assert meter.seconds(blocks * BLOCK) == pytest.approx(FAR[0], rel=0.05)
-
-
-def test_a_tier_that_was_slow_is_not_bound_to_that() -> None:
-    made = world((0.0, 1000.0))
-    meter = made.meters[0]
-    for job in range(60):
-        meter.began(job, 1000)
-        meter.ended(job, 8.0 if job < 37 else 1.0, whole=True)
-    assert meter.seconds(1000) < 2 and meter.seconds(100) < 0.2, "a shorter one has no such bound"
-
-
 @pytest.mark.parametrize(("load", "at_once"), [(0.5, 2), (1.5, 2), (4.0, 2), (0.9, 8), (0.9, 16)])
 def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
     load: float, at_once: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ times slower than measured."""
 LEAST_SECONDS = 1e-9
 """For a block, where a fit has no cost."""
 HEARD = 64
-"""Loads of which the quickest counts, and the one that the engine took least time for, beside its
-own."""
+"""Loads of which the one that the engine took least time for, beside its own, counts."""
 
 
 @dataclass
@@ -52,9 +50,6 @@ class LoadCost:
         self._queued = 0
         self._stepped = -math.inf
         self._engines: deque[float] = deque(maxlen=HEARD)
-        self._wholes: deque[tuple[int, float]] = deque(maxlen=HEARD)
-        self._quickest: list[tuple[int, float]] = []
-        """Of each number of tokens the seconds of the quickest load of as many or fewer."""
         self.failures = 0
         """Loads in a row that did not bring all they should."""
 
@@ -97,10 +92,6 @@ class LoadCost:
             # What moved beside it, from its beginning or to its end, took a part of the tier.
             others = (load.beside + self._beside) / 2
             self._pace.add(tokens, seconds / (1 + others))
-        if whole:
-            self._wholes.append((load.tokens, seconds))
-            least = math.inf
-            self._quickest = [(n, least := min(least, s)) for n, s in sorted(self._wholes)]
         if whole and not load.beside and not self._loads:
             self._engines.append(max(0.0, self._now() - load.ordered - seconds))
 
@@ -132,18 +123,14 @@ class LoadCost:
         """How long a load of `tokens` would take if it were ordered now.
 
         No less than the oldest load in flight has taken so far: a tier that hangs, or that has
-        just become slow, keeps only those waiting who came before that could be seen. And no less
-        than any load of no more tokens took of late: of those that ran together each took its part
-        of the bandwidth alone, and not of the time until the first bytes. A tier that was never
-        measured is taken to need no time, so that somebody loads from it.
+        just become slow, keeps only those waiting who came before that could be seen. A tier that
+        was never measured is taken to need no time, so that somebody loads from it.
         """
         line = self._pace.line
         if line is None:
             return self._oldest()
         alone = line.seconds(tokens) * self._doubt
-        place = bisect_right(self._quickest, (tokens, math.inf))
-        quickest = self._quickest[place - 1][1] if place else 0.0
-        return max(self._ahead(line) + alone, quickest, self._overdue(line))
+        return max(self._ahead(line) + alone, self._overdue(line))
 
     def pace(self, tokens: int) -> LinkCost | None:
         """How soon the tier delivers blocks of `tokens`; None: not measured yet.
