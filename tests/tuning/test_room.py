@@ -113,15 +113,6 @@ def test_a_load_that_takes_long_is_seen_while_it_does() -> None:
     assert real.tier_hit_tokens == 50 * SIZE
 
 
-def test_who_waits_for_a_load_counts_as_waiting() -> None:
-    """Loads are slower than computing, and worth it where two others wait."""
-    first, shared, other = document(20), document(10), document(10)
-    at_once = [Prompt(blocks, 201.0) for blocks in (shared, shared, shared, other)]
-    prompts = [Prompt(first), Prompt(document(10), 200.0), *at_once]
-    real, _ = served(prompts, [first, shared, other], 3e6, "sooner")
-    assert real.tier_hit_tokens == 40 * SIZE
-
-
 @pytest.mark.parametrize("blocks", [90, 900])
 def test_a_report_tells_where_prompts_wait_for_room(blocks: int) -> None:
     """GPUs and links are idle, and yet times are not to be trusted."""
