@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from spec.offloading import StoreContext
 from tests.support.clock import Clock, wait_for
+from tests.support.holder import held_elsewhere
 from tiers.errors import TierFull
 from tiers.remote import directory_bucket, directory_files, evictor
 from tiers.remote.directory_bucket import PACE, UNBOUNDED_PACE, DirectoryBucket, kept_directory
@@ -121,33 +120,14 @@ def test_of_those_that_would_take_it_one_does(place: Path, monkeypatch: pytest.M
     assert len(list((place / "upkeep").iterdir())) == 1
 
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from typing import Any
-from tiers.remote.directory_bucket import kept_directory
-
-bucket = kept_directory(Path(sys.argv[1]), 10**9)
-while not bucket._evictor._count.round:
-    time.sleep(0.01)
-print("holds", flush=True)
-time.sleep(600)
-"""
-
-
 @pytest.mark.fault
 def test_an_evictor_that_is_killed_is_followed_by_another(place: Path) -> None:
-    command = [sys.executable, "-c", HOLDS, str(place)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
-            clock = Clock()
-            other = keeper(place, 10 * SIZE, clock)
-            packs = fill(place, [20 * DAY - n * 1000 for n in range(20)])
-            other.step()
-            assert all(there(packs)), "another has it"
-        finally:
-            holder.kill()
+    with held_elsewhere("tiers.remote.directory_bucket", "kept_directory", place):
+        clock = Clock()
+        other = keeper(place, 10 * SIZE, clock)
+        packs = fill(place, [20 * DAY - n * 1000 for n in range(20)])
+        other.step()
+        assert all(there(packs)), "another has it"
     for _ in range(2):
         clock.now += WATCH_SECONDS
         other.step()

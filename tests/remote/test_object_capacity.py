@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -21,6 +19,7 @@ from obstore.exceptions import GenericError, PermissionDeniedError  # noqa: E402
 from spec.offloading import StoreContext  # noqa: E402
 from tests.support.clock import Clock, wait_for  # noqa: E402
 from tests.support.filling import AT_ONCE, fill_by_processes  # noqa: E402
+from tests.support.holder import held_elsewhere  # noqa: E402
 from tests.support.replay_chains import (  # noqa: E402
     MODEL,
     chain_of,
@@ -33,7 +32,7 @@ from tests.support.replay_chains import (  # noqa: E402
 from tiers.errors import TierFull, TierRefused, TierUnavailable, TierUnusable  # noqa: E402
 from tiers.lab.replay import ReplayEngine  # noqa: E402
 from tiers.remote import evictor, object_upkeep  # noqa: E402
-from tiers.remote.evictor import Evictor  # noqa: E402
+from tiers.remote.evictor import Evictor, KeptBucket  # noqa: E402
 from tiers.remote.lease import WATCH_BEATS, Lease  # noqa: E402
 from tiers.remote.object_spec import ObjectSpec  # noqa: E402
 from tiers.remote.object_upkeep import PACE, ObjectTerms, kept_objects  # noqa: E402
@@ -57,6 +56,10 @@ def bucket_at(place: Path) -> ObstoreBucket:
     bucket = ObjectSpec(url=f"file://{place}")._bucket(0)
     assert isinstance(bucket, ObstoreBucket)
     return bucket
+
+
+def kept_at(place: Path, capacity: int) -> KeptBucket:
+    return kept_objects(bucket_at(place), capacity)
 
 
 def keeper(place: Path, capacity: int | None, clock: Clock) -> Evictor:
@@ -296,32 +299,14 @@ def test_to_delete_nothing_is_no_answer_of_a_server(place: Path) -> None:
     assert not bucket._budget.spend()
 
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from tests.remote.test_object_capacity import bucket_at, kept_objects
-
-kept = kept_objects(bucket_at(Path(sys.argv[1])), 10**9)
-while not kept._evictor._count.round:
-    time.sleep(0.01)
-print("holds", flush=True)
-time.sleep(600)
-"""
-
-
 @pytest.mark.fault
 def test_a_buckets_evictor_that_is_killed_is_followed(place: Path) -> None:
-    command = [sys.executable, "-c", HOLDS, str(place)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
-            clock = Clock()
-            other = keeper(place, 10 * SIZE, clock)
-            packs = fill(place, [20 * DAY - n * 1000 for n in range(20)])
-            other.step()
-            assert all(there(packs)), "another has it"
-        finally:
-            holder.kill()
+    with held_elsewhere("tests.remote.test_object_capacity", "kept_at", place):
+        clock = Clock()
+        other = keeper(place, 10 * SIZE, clock)
+        packs = fill(place, [20 * DAY - n * 1000 for n in range(20)])
+        other.step()
+        assert all(there(packs)), "another has it"
     for _ in range(2):
         clock.now += WATCH_SECONDS
         other.step()
@@ -329,7 +314,7 @@ def test_a_buckets_evictor_that_is_killed_is_followed(place: Path) -> None:
 
 
 def test_who_closes_it_leaves_the_lease_to_others_at_once(place: Path) -> None:
-    kept = kept_objects(bucket_at(place), 10 * SIZE)
+    kept = kept_at(place, 10 * SIZE)
     wait_for(lambda: bool(list(place.glob("upkeep/term-*"))))
     kept.close()
     wait_for(Lease(ObjectTerms(bucket_at(place)), PACE.beat, Clock()).beat)
@@ -517,7 +502,7 @@ def test_a_buckets_upkeep_that_fails_ends_no_tier(
 
     monkeypatch.setattr(obstore, "list", listed)
     packs = fill(place, [DAY] * 20)
-    with closing(kept_objects(bucket_at(place), 10 * SIZE)) as bucket:
+    with closing(kept_at(place, 10 * SIZE)) as bucket:
         name = name_of(make_key())
         assert bucket.put(name, [b"x"])
         assert bucket.read(name, 0, [memoryview(bytearray(1))]) == 1
