@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from tiers.concurrency.numa import bind, nodes
+from tiers.errors import TierUnusable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -200,3 +201,13 @@ def _same_nodes(cores: set[int]) -> set[int]:
     # Without NUMA nodes in /sys there is one.
     known = [*nodes().values()] or [set(range(os.cpu_count() or 1))]
     return set[int]().union(*(node for node in known if node & cores))
+
+
+def require_unforked(pid: int, place: str) -> None:
+    """Raise TierUnusable in a forked child of the process `pid`, which opened `place`: threads did
+    not come along, so what is handed to them is waited for without end."""
+    if os.getpid() != pid:
+        raise TierUnusable(
+            f"{place} was opened before this process was forked; start the process by spawn, or "
+            "open the tier only after the fork"
+        )

@@ -15,7 +15,7 @@ import lmdb
 
 from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import io_executor, require_unforked
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.owner import Owner, Owners
@@ -26,7 +26,7 @@ from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Damaged, Index, translated
 from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses, Space
 from tiers.disk.slab import Access, Slabs, sync_folder
-from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.errors import TierError, TierNotOpen, TierUnavailable
 
 _PUNCH_BATCH = 512
 NO_ENTRIES: Mapping[bytes, Entry] = {}
@@ -384,8 +384,4 @@ class OpenFolder:
 
 def require_own(opened: OpenFolder) -> None:
     """Raise TierUnusable in a forked child: LMDB's state and the threads did not come along."""
-    if opened.pid != os.getpid():
-        raise TierUnusable(
-            f"the disk tier {opened.path} was opened before this process was forked; "
-            "start the process by spawn, or open the tier only after the fork"
-        )
+    require_unforked(opened.pid, f"the disk tier {opened.path}")

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 
 from tiers.block import HEADER_BYTES, Buffer, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import io_executor, settle
+from tiers.concurrency.executors import io_executor, require_unforked, settle
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable, TierUnusable
+from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.known import KnownPacks
@@ -395,11 +395,7 @@ class PackStore:
         """Call this for each, many at once; the results, None of those that failed, and an error
         that was raised, if any was. Waits for all that has begun. Raises TierUnusable in a forked
         child, which has none of the threads: it would wait for ever."""
-        if os.getpid() != self._pid:
-            raise TierUnusable(
-                f"{self._bucket.describe()} was opened before this process was forked; start the "
-                "process by spawn, or open the tier only after the fork"
-            )
+        require_unforked(self._pid, self._bucket.describe())
 
         def in_time(one: T) -> R | None:
             self._require_time(deadline)
