@@ -50,11 +50,10 @@ class RequestState:
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, valid while
-    `versions` are unchanged.
-    `foreign_loaders`: the engine's own connectors that load it; `failed`: those that left it
-    nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`:
-    see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself. `cached`: tokens of its
-    prompt that each tier loaded.
+    `versions` are unchanged. `foreign_loaders`: the engine's own connectors that load it; `failed`:
+    those that left it nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before
+    it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself.
+    `cached`: tokens of its prompt that each tier loaded.
     """
 
     request: Request

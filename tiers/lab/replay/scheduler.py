@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum, auto
 
 from tiers.contract.connector import SchedulerConnector
 from tiers.lab.replay.blocks import BlockPool, BlockTables
@@ -18,6 +19,15 @@ from tiers.lab.replay.requests import (
     hand_over,
     up_to_a_block,
 )
+
+
+class Match(Enum):
+    """What becomes of a request that is to begin."""
+
+    BEGINS = auto()
+    """It computes, or loads."""
+    NO_ROOM = auto()
+    ASK_AGAIN = auto()
 
 
 class ReplayScheduler:
@@ -93,10 +103,12 @@ class ReplayScheduler:
                 break
             if request.status is Status.LOADING:
                 continue
-            if request.num_computed_tokens == 0 and not (begins := self._match(request)):
-                if begins is None:
+            if request.num_computed_tokens == 0:
+                matched = self._match(request)
+                if matched is Match.NO_ROOM:
+                    break
+                if matched is Match.ASK_AGAIN:
                     continue
-                break
             if request.status is not Status.WAITING:
                 continue
             ran = self._run(request, step, budget)
@@ -139,9 +151,8 @@ class ReplayScheduler:
         assert self.connector is not None
         self.connector.update_state_after_alloc(request, request, 0)
 
-    def _match(self, request: ReplayRequest) -> bool | None:
-        """Find the request's prefix here and in the connector. False: there is no room for the
-        request; None: ask again."""
+    def _match(self, request: ReplayRequest) -> Match:
+        """Find the request's prefix here and in the connector, and begin it where there is room."""
         limit = (request.num_tokens - 1) // self._block_tokens
         hashes = [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
         tables = self._tables.find_prefix(hashes)
@@ -150,7 +161,7 @@ class ReplayScheduler:
         computed = len(tables[0]) * self._block_tokens
         external = self._ask(request, computed)
         if external is None:
-            return None
+            return Match.ASK_AGAIN
         assert not (external and request.skip_reading_prefix_cache)
         known = computed + external
         blocks = self._blocks(request.num_tokens if self._whole_prompts else known)
@@ -158,7 +169,7 @@ class ReplayScheduler:
         fresh = self.pool.take(self._tables.missing(tables, blocks, known))
         if fresh is None:
             self._tables.release(tables)
-            return False
+            return Match.NO_ROOM
         self._tables.grow(tables, fresh, blocks, known)
         request.tables = tables
         request.num_computed_tokens = known
@@ -170,7 +181,7 @@ class ReplayScheduler:
         if external:
             request.status = Status.LOADING
             self.has_orders = True
-        return True
+        return Match.BEGINS
 
     def _ask(self, request: ReplayRequest, computed: int) -> int | None:
         """Tokens that the connector loads behind `computed`; None: ask again."""

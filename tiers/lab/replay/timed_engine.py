@@ -18,7 +18,7 @@ from tiers.lab.replay.engine import ReplayEngine
 from tiers.lab.replay.links import Link
 from tiers.lab.replay.requests import ReplayRequest, Status, Step, StepOutput, TracedRequest
 from tiers.lab.replay.scaling import CannotReplay
-from tiers.lab.replay.scheduler import ReplayScheduler
+from tiers.lab.replay.scheduler import Match, ReplayScheduler
 from tiers.lab.replay.timed_worker import TURN, TimedWorker, TraceModel
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import RoomWait, Served
@@ -88,22 +88,22 @@ class TimedScheduler(ReplayScheduler):
             external = super()._ask(request, computed)
         return external
 
-    def _match(self, request: ReplayRequest) -> bool | None:
+    def _match(self, request: ReplayRequest) -> Match:
         """As the scheduler, and note the tokens that each tier is to load."""
         assert isinstance(request, TracedRequest)
-        begins = super()._match(request)
+        matched = super()._match(request)
         now = self._engine.clock.now()
-        if begins:
+        if matched is Match.BEGINS:
             self._engine.room_wait.began(now)
             request.lost, request.loaded_by = 0, {}
-        elif begins is False:
+        elif matched is Match.NO_ROOM:
             self._engine.room_wait.refused(now)
         if request.status is Status.LOADING:
             for tier, measures in self._engine.take_stats().items():
                 hits = measures.get("hit_tokens")
                 if isinstance(hits, int | float) and hits:
                     request.loaded_by[tier] = int(hits)
-        return begins
+        return matched
 
 
 class TimedEngine(ReplayEngine):
