@@ -1,12 +1,13 @@
-"""The upkeep of a bucket of packs: one process of all evicts, and each knows when it is full.
+"""Which pack does a shared or object tier evict? The oldest, past its capacity, by one process.
 
-The holder of the lease lists the bucket, piece by piece, and never has its list in memory: it
-counts bytes by age, in steps of `GRAIN_SECONDS`. Beyond `HIGH` of the capacity a second listing
-deletes what is older than the age at which `LOW` of it would be left; one more of the largest packs
-then has room, if two of them fit. A pack's age is what the listing says. In a directory a host that
-reads it renews its file's time once in `USE_SECONDS`, so the order is that of the last uses as far
-as hosts' clocks agree (NFS: the server's clock alone); in an object store it is that of the stores.
-Nothing else depends on it.
+One of all processes at a bucket holds the lease and evicts; each process knows when the bucket is
+full. The holder lists the bucket, piece by piece, and never has its list in memory: it counts bytes
+by age, in steps of `GRAIN_SECONDS`. Beyond `HIGH` of the capacity a second listing deletes what is
+older than the age at which `LOW` of it would be left; one more of the largest packs then has room,
+if two of them fit. A pack's age is what the listing says. In a directory a host that reads it
+renews its file's time once in `USE_SECONDS`, so the order is that of the last uses as far as hosts'
+clocks agree (NFS: the server's clock alone); in an object store it is that of the stores. Nothing
+else depends on it.
 
 **The bound.** Each process adds what it has put itself to the last count, and puts nothing beyond
 the capacity. What it can't know is what others put between two counts: so much there may be beyond
