@@ -52,7 +52,8 @@ class SwappedScheduler(Scheduler):  # type: ignore[misc]
 
     def add_request(self, request: Any) -> None:
         if not self.requests:
-            self.connector = self._connectors[request.sampling_params.extra_args["connector"]]
+            named = request.sampling_params.extra_args["connector"]
+            self.connector = self._connectors[named or "chain"]
         super().add_request(request)
 
 
