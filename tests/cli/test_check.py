@@ -16,6 +16,11 @@ class Forgets(MemoryStore):
     def get(self, blocks):
         return super().get(blocks)[:32] + [False] * len(blocks[32:])
 
+    def drop(self, keys):
+        if len(keys) > 100:
+            raise ValueError("broken\\nand a page of details")
+        super().drop(keys)
+
 STORE = Forgets()
 
 class BoxSpec(StoreSpec):
@@ -41,6 +46,9 @@ def test_what_fails_is_named_and_the_rest_is_tried(plugin: Install) -> None:
     lines = said.output.splitlines()
     assert said.exit_code == 1, said.output
     assert any(line.startswith("failed   a whole batch") for line in lines), said.output
+    line = next(line for line in lines if line.startswith("failed   a drop of many keys"))
+    assert "ValueError: broken (" in line and "boxes.py:" in line and line.endswith(")")
+    assert "details" not in line, "an error is one line with its place"
     assert "passed   what was put is got" in lines
     assert any(
         line.startswith("skipped  puts are counted: Forgets has no Counts") for line in lines
@@ -60,30 +68,3 @@ def test_what_can_not_be_tried_apart_is_refused(plugin: Install) -> None:
         said = CliRunner().invoke(app, ["check", *words])
         assert said.exit_code in (1, 2) and why in said.output, said.output
         assert said.output.count(why) == 1, "it is said once, not by each test"
-
-
-RAISES = (
-    FORGETS
-    + """
-class Raises(MemoryStore):
-    def get(self, blocks):
-        raise ValueError("broken\\nand a page of details")
-
-RAISING = Raises()
-
-class RaisesSpec(BoxSpec):
-    type: Literal["raises"] = "raises"
-
-    def open(self, site):
-        return RAISING
-"""
-)
-
-
-def test_an_error_is_one_line_with_its_place(plugin: Install) -> None:
-    plugin("raisers", RAISES, raises="RaisesSpec")
-    said = CliRunner().invoke(app, ["check", "raises", "--limit", "5"])
-    lines = said.output.splitlines()
-    line = next(line for line in lines if line.startswith("failed   a whole batch"))
-    assert "ValueError: broken (" in line and "raisers.py:" in line and line.endswith(")")
-    assert "details" not in line

@@ -73,6 +73,13 @@ async def shows(pilot: Pilot[None], *texts: str) -> list[str]:
         await pilot.pause(0.02)
 
 
+def press(pilot: Pilot[None], *keys: str) -> None:
+    """As `pilot.press`, which waits for the process to be idle: beside an engine that steps, a
+    second for each key."""
+    for key in keys:
+        pilot.app.simulate_key(key)
+
+
 def play(folder: Path, script: Script, engine: str | None = None) -> None:
     """Run `top` on 80x24 with a script's keys."""
     watch = EnginesWatch(folder, engine, seconds=0.05)
@@ -308,18 +315,18 @@ def test_a_tier_is_paused_by_a_key_that_is_pressed_twice(engine: Engine, tmp_pat
 
     async def script(pilot: Pilot[None]) -> None:
         await shows(pilot, "cpu", "disk")
-        await pilot.press("down", "p")
+        press(pilot, "down", "p")
         await shows(pilot, "press the key again within 5 s: tier disk neither loads nor stores")
         assert changes_of(running).version == 1, "once is a slip"
-        await pilot.press("p")
+        press(pilot, "p")
         lines = await shows(pilot, "tier disk is paused: both", "disk paused", "see below")
         assert "p pause" in lines[-1]
-        await pilot.press("r")
+        press(pilot, "r")
         assert "p pause" not in (await shows(pilot, "requests or tiers", "explain"))[-1]
-        await pilot.press("r")
-        await pilot.press("p")
+        press(pilot, "r")
+        press(pilot, "p")
         await shows(pilot, "tier disk goes on")
-        await pilot.press("p")
+        press(pilot, "p")
         await shows(pilot, "reads and writes work")
 
     with stepping(running):

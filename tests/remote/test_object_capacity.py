@@ -565,7 +565,8 @@ def test_several_processes_keep_it_together(place: Path, holder_dies: bool) -> N
     assert sum(kept) * payload > capacity, "more was stored than there is room for"
     keeper(place, capacity, Clock()).step()
     assert capacity / 2 < held_bytes(place) <= capacity
-    assert len(list((place / "upkeep").iterdir())) == 1
+    # A put of obstore's that was killed leaves a name with a "#", which no listing has.
+    assert len([one for one in (place / "upkeep").iterdir() if "#" not in one.name]) == 1
 
 
 def test_a_capacity_in_which_no_block_has_room_is_refused(place: Path) -> None:
