@@ -203,6 +203,21 @@ class Packs(Protocol):
         held, from the first on. A rare false positive is allowed, as of `peek`."""
 
 
+@runtime_checkable
+class PacksWindows(Protocol):
+    """Capability, beside Packs: blocks of attention windows are kept together, too. Any of those
+    may be missing: of a prefix that an engine has loaded it has the end alone, so that what it
+    stores begins in the midst of a group.
+
+    `put` and `get` are then given them with a `prefix`. A store with Packs alone is given them
+    without one, and asked for each by `has`.
+    """
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        """Of the keys of each prompt, in order and from the beginning of a group on, which are
+        held. A rare false positive is allowed, as of `peek`."""
+
+
 class PutCounts(NamedTuple):
     """Counts of all puts so far; none ever falls. `renewed`: blocks that were held already, and not
     stored once more. `evicted`: blocks evicted for room."""
@@ -414,6 +429,9 @@ class StoreWrapper(Capable):
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
         return self._inner_as(Packs).held_prefix(prompts)
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        return self._inner_as(PacksWindows).held_blocks(prompts)
 
     def counts(self) -> PutCounts:
         return self._inner_as(Counts).counts()

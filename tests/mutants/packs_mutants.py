@@ -18,7 +18,8 @@ LISTED = Source("capacity", "tiers/remote/obstore_bucket.py")
 EVICTOR = Source("capacity", "tiers/remote/evictor.py")
 LEASE = Source("capacity", "tiers/remote/lease.py")
 
-MARKED = "                held[at : at + count] = [True] * count\n"
+MARKED = "        held[span.at : span.stop] = [True] * span.count\n"
+MATCHED = "count = 0 if index is None else index.matches(keys, at)\n"
 RENEWED = '                self._renewed.count("value", sum(held))\n'
 VERIFIED = (
     "                verify(expect(each[number], block.key, self._payload_bytes), block.payload)\n"
@@ -30,14 +31,14 @@ HITS = "        hits = [False] * len(blocks)\n        groups, deadline"
 
 MUTANTS = (
     # -- answers -----------------------------------------------------------------------------
-    STORE.but(
-        "answers", "has finds one block of a pack", MARKED, "                held[at] = True\n"
+    SEARCH.but(
+        "answers", "has finds one block of a pack", MARKED, "        held[span.at] = True\n"
     ),
-    STORE.but(
+    SEARCH.but(
         "answers",
         "has takes a pack for all that is asked",
-        "            if index is not None:\n                count = index.matches(keys, at)\n",
-        "            if index is not None:\n                count = len(keys) - at\n",
+        MATCHED,
+        MATCHED.replace("index.matches(keys, at)", "len(keys) - at"),
     ),
     STORE.but("answers", "has says what is known", "known=False)", "known=True)"),
     STORE.but(
@@ -159,6 +160,32 @@ MUTANTS = (
         "        spans.append(Span(keys[at], at, count))\n        break\n    return spans\n\n\ndef cover",
         equal="a guess that is short costs a look, which finds the same packs",
     ),
+    SEARCH.but(
+        "prefixes",
+        "of a window the first blocks of groups alone are asked for",
+        "        asked = [key for key in asked if key not in found]\n",
+        "        asked = []\n",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "get looks for no pack that begins in the midst",
+        "    if at < stop:\n        found = yield",
+        "    if False:\n        found = yield",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "a block that is in two packs is found twice",
+        "        at += max(1, count)\n",
+        "        at += 1\n",
+        survives="two reads fill one block at once; tests/remote/packs/test_search.py sees it",
+    ),
+    SEARCH.but(
+        "prefixes",
+        "what is known is asked for again",
+        "    at = before[-1] if before else 0\n",
+        "    at = 0\n",
+        equal="it costs a put of an answer's block a read for each block before",
+    ),
     STORE.but(
         "prefixes",
         "prompts are packed without their places",
@@ -253,11 +280,11 @@ MUTANTS = (
     ),
     BUCKET.but("bytes", "a read begins at 0", '{"range": (start, start +', '{"range": (0, '),
     # -- scale -------------------------------------------------------------------------------
-    STORE.but(
+    SEARCH.but(
         "scale",
         "has answers 500 keys",
-        "        for at, key in enumerate(keys):\n            index = found[key]",
-        "        for at, key in enumerate(keys[:500]):\n            index = found[key]",
+        "    while at < len(keys):\n",
+        "    while at < min(len(keys), 500):\n",
     ),
     STORE.but(
         "scale",

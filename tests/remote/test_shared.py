@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,21 @@ from tests.support.replay_chains import (
     chain_of,
     close,
     cpu,
+    disk,
     drive,
     measured,
     scheduler_of,
 )
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.generation import Generation
 from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay.requests import ReplayRequest
 from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.packs.marks import is_mark
+from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared_spec import SharedSpec
 from tiers.testing import make_key
 
@@ -53,42 +59,161 @@ def test_one_engine_loads_what_another_stored(tmp_path: Path, ranks: int) -> Non
     close(other)
 
 
+class Counted:
+    """What a directory of packs is asked for, by all stores of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.puts = self.looks = self.rounds = 0
+        put, read, indexes = DirectoryBucket.put, DirectoryBucket.read, PackStore._indexes
+
+        def counted_put(bucket: DirectoryBucket, name: str, parts: Any) -> bool:
+            self.puts += not is_mark(name)
+            return put(bucket, name, parts)
+
+        def counted_read(bucket: DirectoryBucket, name: str, start: int, into: Any) -> int | None:
+            self.looks += start == 0 and not is_mark(name)
+            return read(bucket, name, start, into)
+
+        def counted_round(store: PackStore, *keys: Any, **more: Any) -> Any:
+            before = self.looks
+            found = indexes(store, *keys, **more)
+            self.rounds += self.looks > before
+            return found
+
+        monkeypatch.setattr(DirectoryBucket, "put", counted_put)
+        monkeypatch.setattr(DirectoryBucket, "read", counted_read)
+        monkeypatch.setattr(PackStore, "_indexes", counted_round)
+
+    def take(self) -> tuple[int, int, int]:
+        """Puts, indexes read, and round trips for those, since the last call."""
+        taken = self.puts, self.looks, self.rounds
+        self.puts = self.looks = self.rounds = 0
+        return taken
+
+
+GEMMA = ReplayModel(windows=(None, 30))
+"""Full attention, and a window of eight blocks."""
+BLOCKS = 512
+
+
+def _served(
+    tiers: Sequence[dict[str, Any]],
+    prompt: Sequence[int],
+    answered: int = 1,
+    batch_tokens: int = 4096,
+    ranks: int = 1,
+    model: ReplayModel = GEMMA,
+) -> ReplayRequest:
+    """Answer a prompt in a new engine."""
+    chain = chain_of(*tiers, staging=4 * BLOCKS * SLOT * ranks, max_wait="30s")
+    engine = ReplayEngine(
+        chain,
+        model,
+        num_blocks=1600,
+        batch_tokens=batch_tokens,
+        prefix_caching=False,
+        world_size=ranks,
+    )
+    request = engine.generate(prompt, answered)
+    assert request.output == answer(model, prompt, answered, ranks)
+    close(engine)
+    return request
+
+
+def _loaded(*of_served: Any, **more: Any) -> int:
+    """As `_served`; how many blocks were loaded."""
+    return _served(*of_served, **more).loaded_tokens // GEMMA.block_tokens
+
+
+def _prompt(blocks: int, *behind: int) -> list[int]:
+    """So many blocks, the same in each prompt, and what is behind them."""
+    return [*range(blocks * GEMMA.block_tokens), *(behind or (1,))]
+
+
+def _packs(place: Path) -> list[Path]:
+    return [path for path in place.glob("?" * 32 + "/*/*") if not is_mark(str(path))]
+
+
+def _pack(place: Path, request: ReplayRequest, block: int, group: int) -> Path:
+    """The pack that begins with this block of a request, in a KV cache group."""
+    end = request.block_hashes[block] + group.to_bytes(GROUP_BYTES, "little")
+    (path,) = (path for path in _packs(place) if path.name == end.hex())
+    return path
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_of_full_attention_lie_in_packs_beside_windows(tmp_path: Path, ranks: int) -> None:
+def test_windows_lie_in_packs_as_full_attention_does(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 blocks are 8 packs of each. One by one those of the window were 512 puts, and as many
+    indexes to read where the prompt comes again."""
     tmp_path.chmod(0o700)
-    model, blocks = ReplayModel(windows=(None, 14)), 128
-    prompt = list(range(blocks * model.block_tokens + 1))
-    tier = {"type": "shared", "path": tmp_path}
-    chain = chain_of(tier, staging=4 * blocks * SLOT * ranks, max_wait="30s")
-    for loaded in (0, blocks * model.block_tokens):
-        engine = ReplayEngine(chain, model, num_blocks=400, prefix_caching=False, world_size=ranks)
-        request = engine.generate(prompt, 1)
-        assert request.output == answer(model, prompt, 1, ranks)
-        assert request.loaded_tokens == loaded
-        close(engine)
-    several = [pack for pack in tmp_path.glob("?" * 32 + "/*/*") if pack.stat().st_size > 4 * SLOT]
-    assert len(several) == 2 * ranks, "128 blocks are two groups"
+    tiers, counted = [{"type": "shared", "path": tmp_path}], Counted(monkeypatch)
+    assert _loaded(tiers, _prompt(BLOCKS), ranks=ranks) == 0
+    assert counted.take()[0] == len(_packs(tmp_path)) == 16 * ranks
+    assert _loaded(tiers, _prompt(BLOCKS), ranks=ranks) == BLOCKS
+    puts, looks, rounds = counted.take()
+    assert not puts and looks <= 40 * ranks and rounds == 2
 
 
 def test_a_prompt_that_is_not_there_costs_few_reads_beside_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
-    names: list[str] = []
-    read = DirectoryBucket.read
-
-    def noted(bucket: DirectoryBucket, name: str, start: int, into: Any) -> int | None:
-        names.append(name)
-        return read(bucket, name, start, into)
-
-    monkeypatch.setattr(DirectoryBucket, "read", noted)
+    counted = Counted(monkeypatch)
     store = SharedSpec(path=tmp_path).open(StoreContext(4096))
-    parts = (True, False)
-    with closing(StoreManager(store, [bytes(16)], Generation(), in_order=parts)) as manager:
+    spaces, kinds, rows = [bytes(16)], (True, False), (True, True)
+    with closing(
+        StoreManager(store, spaces, Generation(), in_order=kinds, in_rows=rows)
+    ) as manager:
         keys, lookup = [make_key() for _ in range(1024)], Lookup()
         wait_for(lambda: manager.coverage(lookup, keys, range(1024)) is not None)
         assert manager.coverage(lookup, keys, range(1024)) == [False] * 1024
-        assert len(names) < 32
+        _, looks, rounds = counted.take()
+        assert looks < 16 and rounds == 1
+
+
+def test_a_conversation_goes_on_from_a_window_in_the_midst_of_a_pack(tmp_path: Path) -> None:
+    """Its blocks were stored in steps, and those of the answer one by one."""
+    tmp_path.chmod(0o700)
+    tiers, first = [{"type": "shared", "path": tmp_path}], _prompt(100)
+    output = _served(tiers, first, 161, batch_tokens=120).output
+    assert _loaded(tiers, _prompt(90, *range(9000, 9100))) == 90, "it parts within a pack"
+    second = [*first, *output, *range(7000, 7050)]
+    assert _loaded(tiers, second, 41) == 140, "100 of the prompt and 40 of the answer"
+    assert _loaded(tiers, second) == (len(second) - 1) // GEMMA.block_tokens
+
+
+def test_a_window_whose_first_blocks_were_never_stored(tmp_path: Path) -> None:
+    """An engine has loaded a prefix from its disk, and stores it in the directory: of the window it
+    has the end alone, so that what it stores begins in the midst of a group."""
+    tmp_path.chmod(0o700)
+    place = tmp_path / "shared"
+    place.mkdir(0o700)
+    shared, own = {"type": "shared", "path": place}, disk(tmp_path / "disk", "64MiB")
+    assert _loaded([own], _prompt(100)) == 0
+    request = _served([own, shared], _prompt(120))
+    assert request.loaded_tokens == 100 * GEMMA.block_tokens
+    assert len(_packs(place)) == 3 and _pack(place, request, 92, 1), "one of the window"
+    assert _loaded([shared], _prompt(200)) == 120
+    assert _loaded([shared], _prompt(110, *range(5000, 5050))) == 110, "from its midst"
+    assert _loaded([shared], _prompt(99, *range(5000, 5050))) == 0, "the window before is nowhere"
+
+
+def test_a_prefix_ends_before_a_pack_of_a_window_that_is_gone(tmp_path: Path) -> None:
+    """The packs of one group go without those of the other; and who computes a block again stores
+    it anew."""
+    tmp_path.chmod(0o700)
+    tiers = [{"type": "shared", "path": tmp_path}]
+    request = _served(tiers, _prompt(192))
+    _pack(tmp_path, request, 0, 1).unlink()
+    assert _loaded(tiers, _prompt(192)) == 192, "no window reaches it any more"
+    _pack(tmp_path, request, 128, 1).unlink()
+    assert _loaded(tiers, _prompt(192)) == 128
+    assert _loaded(tiers, _prompt(192)) == 192
+    _pack(tmp_path, request, 64, 0).unlink()
+    assert _loaded(tiers, _prompt(192)) == 0, "the window before block 64 is gone"
+    assert _loaded(tiers, _prompt(192)) == 192 and len(_packs(tmp_path)) == 6
 
 
 def test_answers_stay_right_where_the_directory_is_full(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ class BlockGroups:
         those before it: of windows and states some are kept."""
         return tuple(part.window is None for part in self._parts)
 
+    @property
+    def in_rows(self) -> tuple[bool, ...]:
+        """Of each part, whether blocks in a row of a prompt have it and are stored together: of
+        states a step leaves one."""
+        return tuple(not part.is_state for part in self._parts)
+
     def __len__(self) -> int:
         return len(self._parts)
 

@@ -56,24 +56,24 @@ class LoadItem(NamedTuple):
 
 class PromptPart(NamedTuple):
     """Where a job's blocks are in their prompt, for stores with `Packs`: keys in a row, from the
-    beginning of a `group` of so many blocks on, and of each item its number among them. `in_order`:
-    of each part of a block, as `BlockGroups` has it. Empty: no store asks."""
+    beginning of a `group` of so many blocks on, and of each item its number among them. `packed`:
+    of each part of a block, whether the store keeps such together. Empty: no store asks."""
 
     keys: Sequence[bytes] = ()
     places: Sequence[int] = ()
     group: int = 1
-    in_order: Sequence[bool] = (True,)
+    packed: Sequence[bool] = (True,)
 
     def prefixes(self, space: bytes, count: int) -> Sequence[Prefix | None]:
         """Of each of a job's `count` items its prefix, under the names of a `space`; None of one
         that stands alone. Each part of a block has prefixes of its own."""
         if not self.keys:
             return [None] * count
-        parts = len(self.in_order)
+        parts = len(self.packed)
         of_parts = [[space + key for key in self.keys[part::parts]] for part in range(parts)]
         return [
             Prefix(of_parts[place % parts], place // parts, self.group)
-            if self.in_order[place % parts]
+            if self.packed[place % parts]
             else None
             for place in self.places
         ]

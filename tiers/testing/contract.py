@@ -41,8 +41,8 @@ def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[b
 class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTests, TimeTests):
     """The tests that every TierStore must pass; set `shared`, `persistent` and `verifies`.
 
-    Of the capabilities it tests LocalIndex, Touch, Clear, Counts, Measured, Resizable, Damages and
-    Packs.
+    Of the capabilities it tests LocalIndex, Touch, Clear, Counts, Measured, Resizable, Damages,
+    Packs and PacksWindows.
     A test of a property that is not claimed is skipped, and names that property. One that has not
     ended after `limit_seconds` fails, and its thread is left behind.
 

@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from tiers.store import Block, GatheredBlock, Packs, Prefix, TierStore, each
+from tiers.store import Block, GatheredBlock, Packs, PacksWindows, Prefix, TierStore, each
 from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
 
 _BYTES = 4096
@@ -14,7 +14,7 @@ _RACES = 12
 
 
 class PrefixTests(StoreUnderTest):
-    """What `put`, `get` and `held_prefix` make of a prompt, stored as an engine does."""
+    """What `put`, `get` and the look-ups make of a prompt, stored as an engine does."""
 
     def test_a_prompt_is_found_and_got_from_any_block_on(self) -> None:
         with self.opened(_BYTES) as store:
@@ -117,6 +117,46 @@ class PrefixTests(StoreUnderTest):
             asked = [*prompts, [], prompts[2][:2]]
             found: object = packs.held_prefix(asked)
             assert found == [0, len(prompts[1]), len(prompts[2]), 0, 2], f"held_prefix: {found}"
+
+    def test_a_prompt_whose_first_blocks_were_never_put(self) -> None:
+        """As of a window, of which an engine that has loaded a prefix has the end alone."""
+        with self.opened(_BYTES) as store:
+            windows = self.having(store, PacksWindows)
+            group = self.having(store, Packs).pack_blocks()
+            keys = _prompt(3 * group + 2)
+            first = group // 2 + 1
+            self._put_prompt(store, keys, first)
+            held = [number >= first for number in range(len(keys))]
+            assert self._held(windows, keys) == held
+            assert self._held(windows, keys[: first + 1]) == held[: first + 1]
+            for start in (first, first + 1, group, len(keys) - 1):
+                self._load(store, keys, range(start, len(keys)))
+            if self.shared:
+                with self.opened(_BYTES) as other:  # knows nothing of those
+                    self._load(other, keys, range(first + 1, first + 2))
+                    assert self._held(self.having(other, PacksWindows), keys) == held
+            self._put_prompt(store, keys)
+            assert all(self._held(windows, keys))
+            self._load(store, keys, range(len(keys)))
+
+    def test_any_blocks_of_a_prompt_may_be_missing(self) -> None:
+        with self.opened(_BYTES) as store:
+            windows = self.having(store, PacksWindows)
+            group = self.having(store, Packs).pack_blocks()
+            keys = _prompt(2 * group + 3)
+            some = sorted({0, 1, group // 2, group - 1, group + 1, group + 2, len(keys) - 1})
+            for number in some:
+                self._put_prompt(store, keys[: number + 1], number)
+            held = [number in some for number in range(len(keys))]
+            found: object = windows.held_blocks([_prompt(3), keys, [], keys[:2]])
+            assert found == [[False] * 3, held, [], held[:2]], f"held_blocks: {found}"
+            assert self._hits(store, keys, range(len(keys))) == held
+            store.drop([keys[0]])
+            assert not self._held(windows, keys)[0], "a dropped block is held"
+
+    def _held(self, windows: PacksWindows, keys: Sequence[bytes]) -> list[bool]:
+        (held,) = windows.held_blocks([keys])
+        return each("held_blocks", held, len(keys))
 
     def _put_prompt(self, store: TierStore, keys: Sequence[bytes], first: int = 0) -> None:
         """Store a prompt from block `first` on, in batches."""

@@ -30,6 +30,7 @@ from tiers.store import (
     GatheredBlock,
     LocalIndex,
     Packs,
+    PacksWindows,
     Prefix,
     Recent,
     TierStore,
@@ -222,6 +223,12 @@ class EncryptedStore(StagedStore):
         ask = self._inner_as(Packs).held_prefix
         found = [ask([*map(cipher.names.of, prompts)]) for cipher in self._ciphers]
         return [max(counts) for counts in zip(*found, strict=True)]
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        """As the store, under the name of any cipher."""
+        ask = self._inner_as(PacksWindows).held_blocks
+        found = [ask([*map(cipher.names.of, prompts)]) for cipher in self._ciphers]
+        return [[*map(any, zip(*held, strict=True))] for held in zip(*found, strict=True)]
 
     def _pack(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[Block]:
         cipher = self._ciphers[0]

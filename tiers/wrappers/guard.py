@@ -39,6 +39,7 @@ from tiers.store import (
     LocalIndex,
     Measured,
     Packs,
+    PacksWindows,
     PutCounts,
     Recent,
     RecentBlocks,
@@ -212,6 +213,17 @@ class Guarded(StoreWrapper):
                         raise TierError(f"held_prefix answered {count!r:.40} of {len(keys)}")
                 return found
         return [0] * len(prompts)
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        """As the store; none while the tier is left alone."""
+        with self._enter(self._reads) as allowed:
+            if allowed:
+                found: object = cast(PacksWindows, self._inner).held_blocks(prompts)
+                if not isinstance(found, list) or len(found) != len(prompts):
+                    raise TierError(f"held_blocks answered {found!r:.40}")
+                answers = zip(found, prompts, strict=True)
+                return [each("held_blocks", held, len(keys)) for held, keys in answers]
+        return [[False] * len(keys) for keys in prompts]
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         self._resize()

@@ -12,7 +12,7 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 from tiers.contract.messages import NO_PART
-from tiers.store import Block
+from tiers.store import Block, TierStore
 
 KEYS = [b"key %d." % number for number in range(24)]
 SPACES = [b"one rank's space", b"other rank space"]
@@ -57,6 +57,19 @@ class Packing(Plain):
         return [self.held[keys[0][:16]] for keys in prompts]
 
 
+class PackingWindows(Packing):
+    """Holds the `windows`, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows: set[bytes] = set()
+        self.asked_for_windows: list[Sequence[bytes]] = []
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        self.asked_for_windows += prompts
+        return [[key in self.windows for key in keys] for keys in prompts]
+
+
 @pytest.fixture
 def store() -> Packing:
     return Packing()
@@ -64,8 +77,14 @@ def store() -> Packing:
 
 @pytest.fixture
 def manager(store: Packing) -> Iterator[StoreManager]:
-    with closing(StoreManager(store, SPACES, Generation(), in_order=(True,))) as made:
+    with closing(_manager(store, (True,))) as made:
         yield made
+
+
+def _manager(
+    store: TierStore, in_order: Sequence[bool], in_rows: Sequence[bool] = ()
+) -> StoreManager:
+    return StoreManager(store, SPACES, Generation(), in_order=in_order, in_rows=in_rows)
 
 
 def _covered(manager: StoreManager, asked: range) -> list[bool]:
@@ -99,7 +118,7 @@ def test_of_several_parts_each_that_is_in_order_is_a_prompt_and_windows_are_aske
     """Of three parts two are in order, and the window's is asked for as far as those are held."""
     store.held = {SPACES[0]: 3, SPACES[1]: 2}
     store.alone = {space + KEYS[16] for space in SPACES} | {SPACES[0] + KEYS[13]}
-    with closing(StoreManager(store, SPACES, Generation(), in_order=(True, False, True))) as made:
+    with closing(_manager(store, (True, False, True))) as made:
         found = _covered(made, range(15, 24))
         assert found == [True, True, True, *[False] * 6]
         assert store.asked == [
@@ -114,11 +133,53 @@ def test_of_several_parts_each_that_is_in_order_is_a_prompt_and_windows_are_aske
     assert (last.keys[last.at], last.at) == (SPACES[0] + KEYS[20], 2)
 
 
+def test_windows_are_prompts_of_their_own_and_states_are_asked_for_one_by_one() -> None:
+    """Of three parts the second is a window's and the third a state's."""
+    store = PackingWindows()
+    store.held = {SPACES[0]: 3, SPACES[1]: 2}
+    store.windows = {space + KEYS[at] for space in SPACES for at in (13, 19)} | {
+        SPACES[0] + KEYS[16]
+    }
+    store.alone = {space + KEYS[17] for space in SPACES}
+    kinds = (True, False, False), (True, True, False)
+    with closing(_manager(store, *kinds)) as made:
+        found = _covered(made, range(12, 24))
+        assert found == [True, True, False, True, False, True, *[False] * 6]
+        assert store.asked_for_windows == [[space + KEYS[13], space + KEYS[16]] for space in SPACES]
+        assert store.asked_alone == [space + KEYS[at] for space in SPACES for at in (14, 17)]
+        part = made.part(KEYS, [15, 16, 17])
+    first, window, state = part.prefixes(SPACES[0], 3)
+    assert first is not None and window is not None and state is None
+    assert (window.keys[window.at], window.at) == (SPACES[0] + KEYS[16], 1)
+    assert window.keys is not first.keys
+
+
+def test_nothing_is_asked_of_windows_behind_a_miss() -> None:
+    store = PackingWindows()
+    kinds = (True, False), (True, True)
+    with closing(_manager(store, *kinds)) as made:
+        assert _covered(made, range(24)) == [False] * 24
+    assert store.asked and not store.asked_for_windows and not store.asked_alone
+
+
+def test_a_model_of_windows_alone_has_prompts_of_them() -> None:
+    store = PackingWindows()
+    store.windows = {space + KEYS[5] for space in SPACES}
+    kinds = (False,), (True,)
+    with closing(_manager(store, *kinds)) as made:
+        assert _covered(made, range(4, 7)) == [False, True, False]
+        assert not store.asked and len(store.asked_for_windows[0]) == 20
+    old = Packing()
+    with closing(_manager(old, *kinds)) as made:
+        assert _covered(made, range(4, 7)) == [False] * 3
+        assert made.part(KEYS, [5]) == NO_PART
+
+
 def test_others_are_asked_for_each_block_and_told_nothing(store: Packing) -> None:
-    with closing(StoreManager(store, SPACES, Generation())) as of_several_groups:
+    with closing(_manager(store, ())) as of_several_groups:
         assert _covered(of_several_groups, range(2)) == [False, False]
         assert of_several_groups.part(KEYS, [1]) == NO_PART
-    with closing(StoreManager(Plain(), SPACES, Generation(), in_order=(True,))) as plain:
+    with closing(_manager(Plain(), (True,))) as plain:
         assert _covered(plain, range(2)) == [False, False]
         assert plain.part(KEYS, [1]) == NO_PART
     assert not store.asked

@@ -30,24 +30,24 @@ def test_a_batch_ends_where_another_prompt_begins() -> None:
 
 
 class Packing(MemoryStore):
-    """Holds the first three blocks of each prompt, and no block by itself."""
+    """Holds the first three blocks of each group, and no block by itself."""
 
     def pack_blocks(self) -> int:
         return 4
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
-        return [3] * len(prompts)
+        return [min(3, len(keys)) for keys in prompts]
 
 
-def test_a_store_that_packs_is_asked_for_prompts() -> None:
+def test_a_store_that_packs_is_asked_for_groups() -> None:
     of_one, of_other = _numbered(1, 4, 4), _numbered(2, 2, 4)
     names = [make_key() for _ in range(6)]
     held = held_before(Packing(), names, of_one + of_other)
-    assert held == [True, True, False, False, True, False]
+    assert held == [True, True, False, True, True, False]
     store = Packing()
     store.put(Memory(names[:1], 16).fill().blocks)
     held = held_before(store, names, [None, None, *of_one])
-    assert held == [True, False, True, True, False, False]
+    assert held == [True, False, True, True, False, True]
     assert held_before(MemoryStore(), names, of_one + of_other) == [False] * 6
 
 

@@ -183,9 +183,15 @@ class TierOpener:
                 raise
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
         deadline = lookup_seconds(self._chain.max_wait)
-        in_order = BlockGroups(self._engine).in_order
+        groups = BlockGroups(self._engine)
         manager = StoreManager(
-            store, spaces, self._generation, self._now, deadline, in_order=in_order
+            store,
+            spaces,
+            self._generation,
+            self._now,
+            deadline,
+            in_order=groups.in_order,
+            in_rows=groups.in_rows,
         )
         if self._engine.kv_events:
             self._stores.append(manager)

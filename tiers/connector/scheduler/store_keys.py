@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress, islice, product
 from operator import and_
+from typing import TypeVar
 
 from tiers.contract.generation import Generation, space_of
-from tiers.store import LocalIndex, Packs, Recent, RecentBlocks, TierStore, capability
+from tiers.store import (
+    LocalIndex,
+    Packs,
+    PacksWindows,
+    Recent,
+    RecentBlocks,
+    TierStore,
+    capability,
+)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class RankKeys:
@@ -47,35 +59,61 @@ class RankKeys:
         is_ours = bool(keys) and keys[0].endswith(tag)
         return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
 
-    def has_prefixes(
-        self, prompts: Sequence[Sequence[bytes]], in_order: Sequence[bool]
+    def has_prompts(
+        self,
+        prompts: Sequence[Sequence[bytes]],
+        in_order: Sequence[bool],
+        packed: Sequence[bool],
     ) -> list[bool]:
-        """As `has`, of a store with `Packs`: of the keys of each prompt those before the first that
-        some rank misses; one after the other's. Of a block's parts (see `BlockGroups`) those that
-        are not `in_order` are asked for by themselves, as far as all others are held."""
-        tag = self._generation.tag
-        parts, asked = len(in_order), list[list[bytes]]()
-        for keys in prompts:
-            spaces = self._spaces_of(tag if keys and keys[0].endswith(tag) else b"")
-            for part in compress(range(parts), in_order):
-                asked += [[space + key for key in keys[part::parts]] for space in spaces]
+        """As `has`, of a store with `Packs`: of the keys of each prompt, one after the other's. Of
+        a block's parts (see `BlockGroups`) those that are `in_order` are held before the first that
+        some rank misses. So far the others are asked for: of those that are `packed` which blocks
+        of a prompt are there, and for the rest by itself."""
+        size, tag = len(in_order), self._generation.tag
+        held = [[False] * len(keys) for keys in prompts]
+        counts = [len(keys) // size for keys in prompts]
+        spaces = [self._spaces_of(tag if k and k[0].endswith(tag) else b"") for k in prompts]
+        every = list(product(range(len(prompts)), range(size)))
+
+        def place(prompt: int, part: int) -> slice:
+            return slice(part, counts[prompt] * size, size)
+
+        def names(some: Sequence[tuple[int, int]]) -> list[list[bytes]]:
+            """Of these parts of prompts, of each rank."""
+            return [
+                [space + key for key in prompts[prompt][place(prompt, part)]]
+                for prompt, part in some
+                for space in spaces[prompt]
+            ]
+
+        heads = [(prompt, part) for prompt, part in every if in_order[part]]
+        for (prompt, _), of_ranks in self._by_ranks(heads, self._held_prefix(names(heads))):
+            counts[prompt] = min(counts[prompt], *of_ranks)
+        for prompt, part in heads:
+            held[prompt][place(prompt, part)] = [True] * counts[prompt]
+        windows = [(prompt, part) for prompt, part in every if packed[part] and not in_order[part]]
+        for (prompt, part), rows in self._by_ranks(windows, self._held_blocks(names(windows))):
+            held[prompt][place(prompt, part)] = map(all, zip(*rows, strict=True))
+        alone = [(prompt, part) for prompt, part in every if not packed[part]]
+        keys = [key for prompt, part in alone for key in prompts[prompt][place(prompt, part)]]
+        of_alone = iter(self.has(keys) if keys else ())
+        for prompt, part in alone:
+            held[prompt][place(prompt, part)] = islice(of_alone, counts[prompt])
+        return [has for of_prompt in held for has in of_prompt]
+
+    def _by_ranks(self, some: Sequence[T], answers: Sequence[R]) -> Iterator[tuple[T, Sequence[R]]]:
+        """Each of these with the answers of all ranks."""
+        ranks = len(self._namespaces)
+        for number, one in enumerate(some):
+            yield one, answers[number * ranks : (number + 1) * ranks]
+
+    def _held_prefix(self, rows: Sequence[Sequence[bytes]]) -> list[int]:
         packs = capability(self._store, Packs)
-        counts = [0] * len(asked) if packs is None else packs.held_prefix(asked)
-        each = sum(in_order) * len(self._namespaces)
-        blocks = [min(counts[start : start + each]) for start in range(0, len(counts), each)]
-        whole = [[*in_order] * count for count in blocks]
-        alone = [
-            key
-            for keys, known in zip(prompts, whole, strict=True)
-            for key, is_known in zip(keys, known, strict=False)
-            if not is_known
-        ]
-        of_alone = iter(self.has(alone) if alone else ())
-        held: list[bool] = []
-        for keys, known in zip(prompts, whole, strict=True):
-            held += [is_known or next(of_alone) for is_known in known]
-            held += [False] * (len(keys) - len(known))
-        return held
+        return [0] * len(rows) if packs is None or not rows else packs.held_prefix(rows)
+
+    def _held_blocks(self, rows: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        packs = capability(self._store, PacksWindows) if any(rows) else None
+        return [[False] * len(row) for row in rows] if packs is None else packs.held_blocks(rows)
 
     def recent(self, store: Recent, count: int, before: int | None) -> RecentBlocks:
         """The blocks of no generation whose part of the first rank was used last."""

@@ -25,6 +25,7 @@ from tiers.store import (
     LocalIndex,
     Measured,
     Packs,
+    PacksWindows,
     Recent,
     RecentBlocks,
     TierStore,
@@ -124,11 +125,12 @@ class StoreManager(TierManager):
         lookup_deadline: float = LOOKUP_SECONDS,
         *,
         in_order: Sequence[bool] = (),
+        in_rows: Sequence[bool] = (),
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
-        lookup in flight counts as a miss. `in_order`: keys that are looked up are those of a
-        prompt's blocks, in order and from its first on, and these are the parts of each block (see
-        `BlockGroups`); none: they may be any."""
+        lookup in flight counts as a miss. `in_order`, `in_rows`: keys that are looked up are those
+        of a prompt's blocks, in order and from its first on, and these are the parts of each block
+        (see `BlockGroups`); none: they may be any."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._parts = RankKeys(store, namespaces, generation)
@@ -139,7 +141,8 @@ class StoreManager(TierManager):
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
-        self._in_order = in_order if any(in_order) else ()
+        self._in_order, self._in_rows = in_order, in_rows
+        self._packed: Sequence[bool] = ()
         self._packs = 0
         self._ask_packs_at = -math.inf
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
@@ -158,12 +161,14 @@ class StoreManager(TierManager):
 
     @property
     def _pack_blocks(self) -> int:
-        """Blocks of a group of a store that keeps prompts together; 0: it does not, or it is not
-        known yet."""
+        """Blocks of a group of a store that keeps prompts together, those of the parts that are
+        `_packed`; 0: it does not, or it is not known yet."""
         if self._in_order and not self._packs and self._clock() >= self._ask_packs_at:
             # A store that is opened late may have them later; each block that is stored asks.
             self._ask_packs_at = self._clock() + EVERY
-            packs = capability(self._store, Packs)
+            windows = capability(self._store, PacksWindows) is not None
+            self._packed = self._in_rows if windows else self._in_order
+            packs = capability(self._store, Packs) if any(self._packed) else None
             self._packs = 0 if packs is None else packs.pack_blocks()
         return self._packs
 
@@ -172,7 +177,7 @@ class StoreManager(TierManager):
             return NO_PART
         base = self._group_begin(min(numbers), group)
         places = [number - base for number in numbers]
-        return PromptPart(keys[base : max(numbers) + 1], places, group, self._in_order)
+        return PromptPart(keys[base : max(numbers) + 1], places, group, self._packed)
 
     def _group_begin(self, number: int, group: int) -> int:
         """The number of the first key of the group that has this one."""
@@ -253,7 +258,7 @@ class StoreManager(TierManager):
         """Ask which keys the store has of all ranks; on a thread of the queue."""
         keys = [key for some in questions for key in some]
         if self._packs:
-            held = self._parts.has_prefixes(questions, self._in_order)
+            held = self._parts.has_prompts(questions, self._in_order, self._packed)
         else:
             held = self._parts.has(keys)
         self._note_asked(keys, held)

@@ -37,12 +37,19 @@ def _ends_group(prefix: Prefix | None, behind: Prefix | None) -> bool:
 def held_before(
     store: TierStore, names: Sequence[bytes], prefixes: Sequence[Prefix | None]
 ) -> list[bool]:
-    """Which of these blocks the store has. One that packs prompts is asked for those."""
+    """Which of these blocks the store has. One that packs prompts is asked for their groups, each
+    by itself: of windows those before may be missing."""
     packs = capability(store, Packs)
-    prompts = {id(prefix.keys): prefix.keys for prefix in prefixes if prefix is not None}
-    if packs is None or not prompts:
+    groups = {
+        _group(p): p.keys[p.at - p.at % p.group :][: p.group] for p in prefixes if p is not None
+    }
+    if packs is None or not groups:
         return store.has(names)
-    counts = dict(zip(prompts, packs.held_prefix([*prompts.values()]), strict=True))
+    counts = dict(zip(groups, packs.held_prefix([*groups.values()]), strict=True))
     alone = [name for name, prefix in zip(names, prefixes, strict=True) if prefix is None]
     of_alone = iter(store.has(alone) if alone else ())
-    return [next(of_alone) if p is None else p.at < counts[id(p.keys)] for p in prefixes]
+    return [next(of_alone) if p is None else p.at % p.group < counts[_group(p)] for p in prefixes]
+
+
+def _group(prefix: Prefix) -> tuple[int, int]:
+    return id(prefix.keys), prefix.at // prefix.group

@@ -103,20 +103,27 @@ class PackStore:
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask for each key by itself; one in the midst of a pack is found where those before it in
         the pack are asked for, too. `held_prefix` needs far fewer questions."""
-        found = self._indexes(keys, self._limit(len(keys)), known=False)
-        held = [False] * len(keys)
-        for at, key in enumerate(keys):
-            index = found[key]
-            if index is not None:
-                count = index.matches(keys, at)
-                held[at : at + count] = [True] * count
-        return held
+        return self._held([keys], 1, known=False)[0]
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
         """See `Packs`. A few round trips, however long the prompts; what is known to be there is
         not asked for."""
         probes = [search.held(keys, self._pack_blocks) for keys in prompts]
         return self._together(probes, self._limit(len(prompts)), known=True)
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        """See `PacksWindows`. Two round trips, or one where a pack holds each group; as few keys as
+        are asked for at once anyway are all asked for in one."""
+        few = sum(map(len, prompts)) <= search.PROBES
+        return self._held(prompts, 1 if few else self._pack_blocks, known=True)
+
+    def _held(
+        self, prompts: Sequence[Sequence[bytes]], group: int, *, known: bool
+    ) -> list[list[bool]]:
+        probes = [search.find_all(keys, group) for keys in prompts]
+        found = self._together(probes, self._limit(sum(map(len, prompts))), known)
+        each = zip(found, prompts, strict=True)
+        return [search.marked(spans, len(keys)) for spans, keys in each]
 
     def pack_blocks(self) -> int:
         return self._pack_blocks
@@ -212,7 +219,8 @@ class PackStore:
     def _mark_held(self, groups: Sequence[_Group], held: list[bool], deadline: Deadline) -> None:
         """Note what is there now, as the bucket says, not as is known."""
         asked = [group for group in groups if group.left(held)]
-        probes = [search.cover(group.keys, group.left(held)) for group in asked]
+        known = self._known.get
+        probes = [search.cover(group.keys, group.left(held), known) for group in asked]
         for group, spans in zip(asked, self._together(probes, deadline), strict=True):
             for span in spans:
                 for number in range(span.at, span.stop):
@@ -345,7 +353,7 @@ class PackStore:
         deadline: Deadline,
     ) -> None:
         """Read what has not come of these groups from where the packs' indexes say that it is."""
-        probes = [search.cover(group.keys, group.left(hits)) for group in groups]
+        probes = [search.find(group.keys, group.left(hits)[-1] + 1) for group in groups]
         spans = self._together(probes, deadline)
         pieces = [
             piece

@@ -54,6 +54,18 @@ def walk(
     return spans
 
 
+def packs_among(keys: Sequence[bytes], found: Found, at: int = 0) -> list[Span]:
+    """The packs found that hold blocks of these keys, from number `at` on; none is in two."""
+    spans: list[Span] = []
+    while at < len(keys):
+        index = found.get(keys[at])
+        count = 0 if index is None else index.matches(keys, at)
+        if count:
+            spans.append(Span(keys[at], at, count))
+        at += max(1, count)
+    return spans
+
+
 def walk_known(keys: Sequence[bytes], known: Callable[[bytes], Index | None]) -> list[Span]:
     """As `walk` from the first block on, as far as the packs are known."""
     spans: list[Span] = []
@@ -68,15 +80,54 @@ def walk_known(keys: Sequence[bytes], known: Callable[[bytes], Index | None]) ->
 
 
 def cover(
-    keys: Sequence[bytes], wanted: Sequence[int]
+    keys: Sequence[bytes], wanted: Sequence[int], known: Callable[[bytes], Index | None]
 ) -> Generator[Sequence[bytes], Found, list[Span]]:
-    """The packs of a group that hold `wanted` numbers, which rise: from its first block on, or, if
-    packs are missing before, from the first one that is wanted."""
+    """The packs of a group that hold `wanted` numbers, which rise, for who stores what is in none:
+    from its first block on, or, if packs are missing before, from the first one that is wanted.
+    What is `known` to lie before that is not asked for: an answer's blocks come one by one."""
     first, stop = wanted[0], wanted[-1] + 1
-    spans = yield from walk(keys, 0, stop)
-    if (spans[-1].stop if spans else 0) < first:
+    before = [span.stop for span in walk_known(keys, known) if span.stop <= first]
+    at = before[-1] if before else 0
+    spans = yield from walk(keys, at, stop)
+    if (spans[-1].stop if spans else at) < first:
         spans = yield from walk(keys, first, stop)
     return spans
+
+
+def find(keys: Sequence[bytes], stop: int) -> Generator[Sequence[bytes], Found, list[Span]]:
+    """The packs of a group that hold its blocks up to `stop`: from its first one on, and, if any is
+    missing there, wherever they begin."""
+    spans = yield from walk(keys, 0, stop)
+    at = spans[-1].stop if spans else 0
+    if at < stop:
+        found = yield keys[at:stop]
+        spans += packs_among(keys[:stop], found, at)
+    return spans
+
+
+def find_all(
+    keys: Sequence[bytes], pack_blocks: int
+) -> Generator[Sequence[bytes], Found, list[Span]]:
+    """The packs of a prompt of which any block may be missing: the first blocks of all groups are
+    asked for, and then each block that is in none of their packs."""
+    found: dict[bytes, Index | None] = {}
+    spans: list[Span] = []
+    asked = keys[::pack_blocks]
+    while asked:
+        answers = yield asked
+        found.update((key, answers[key]) for key in asked)
+        spans = packs_among(keys, found)
+        asked = [k for k, has in zip(keys, marked(spans, len(keys)), strict=True) if not has]
+        asked = [key for key in asked if key not in found]
+    return spans
+
+
+def marked(spans: Sequence[Span], count: int) -> list[bool]:
+    """Which of `count` blocks are in one of these."""
+    held = [False] * count
+    for span in spans:
+        held[span.at : span.stop] = [True] * span.count
+    return held
 
 
 def held(keys: Sequence[bytes], pack_blocks: int) -> Generator[Sequence[bytes], Found, int]:
