@@ -340,6 +340,30 @@ def test_what_came_in_time_is_loaded_while_keys_rotate(
         store.get(memory.blocks)
 
 
+class PackingWindows(MemoryStore):
+    def pack_blocks(self) -> int:
+        return 4
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        return [0] * len(prompts)
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+        return [self.has(keys) for keys in prompts]
+
+
+def test_blocks_of_windows_are_found_under_every_key_while_keys_rotate() -> None:
+    inner, old, new = PackingWindows(), bytes(32), bytes([1] * 32)
+    keys = [secrets.token_bytes(40) for _ in range(4)]
+    for key, some in ((old, keys[:1]), (new, keys[2:3])):
+        encryption.EncryptedStore(inner, [key], 100).put(Memory(some, 100).fill().blocks)
+    store = encryption.EncryptedStore(inner, [new, old], 100)
+    assert store.held_blocks([keys, [], keys[1:3]]) == [
+        [True, False, True, False],
+        [],
+        [False, True],
+    ]
+
+
 @pytest.mark.parametrize("keys", [[], ["abc"], [MINE, MINE], ["0" * 63 + "g"]])
 def test_a_bad_key_file_is_told_and_none_of_it_shown(
     victim: Victim, keys: list[str], tmp_path: Path

@@ -557,6 +557,27 @@ def test_what_is_no_count_of_damage_is_a_miss(clock: Clock, found: Any) -> None:
     assert (guarded.damaged(), guarded.failures.by_kind()) == (0, {"TierError": 1})
 
 
+class PackingWindows(Store):
+    answer: Any = None
+
+    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, [[True, True]], [[True], []], [[True, 1], []], [[True, True], [], []], [True, False]],
+)
+def test_what_is_no_answer_for_each_block_is_a_miss(clock: Clock, answer: Any) -> None:
+    store, prompts = PackingWindows(), [[KEY, KEY], []]
+    guarded = Guarded(store, "t", clock=clock)
+    store.answer = [[True, False], []]
+    assert guarded.held_blocks(prompts) == store.answer
+    store.answer = answer
+    assert guarded.held_blocks(prompts) == [[False, False], []]
+    assert guarded.failures.by_kind() == {"TierError": 1}
+
+
 def test_a_boolean_of_numpy_is_named_apart() -> None:
     with pytest.raises(TierError, match=r"has answered a numpy\.bool_? where a boolean belongs"):
         each("has", [True, np.bool_(True)], 2)

@@ -56,14 +56,17 @@ def test_one_engine_loads_what_another_stored_in_packs(
 
 
 def test_a_model_of_several_groups_loads_what_was_stored(tmp_path: Path) -> None:
-    """Its blocks stand alone."""
-    prompt, loaded = list(range(60)), 0.0
+    """Those of windows lie in packs, too."""
+    prompt, stored, loaded = list(range(60)), 0.0, 0.0
     for _ in range(2):
         engine = _engine(tmp_path / "bucket", 1, HYBRID)
         request = engine.add(prompt, 4)
         engine.run()
         assert request.output == answer(HYBRID, prompt, 4)
         engine.settle()
+        stored += measured(engine, "stored_blocks", "object")
         loaded = measured(engine, "loaded_tokens", "object")
         close(engine)
     assert loaded > 0
+    packs = [file for file in (tmp_path / "bucket").rglob("*") if file.is_file()]
+    assert stored > 4 * len(packs), "blocks of each group lie together"

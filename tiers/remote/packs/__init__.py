@@ -13,6 +13,10 @@ one object or file, as far as one `put` brought them.
 - **Prompts that part.** A pack that has other blocks than ours from some number on ends there for
   us: our next block begins another pack, under its own key, and so on. So packs form a tree, a
   block is stored once, and a block that comes alone, as in an answer, is a pack of one.
+- **Windows.** Of an attention window any block may be missing: of a prefix that it has loaded an
+  engine has the end alone. Its packs begin wherever a put did, in the midst of a group, too. So for
+  whatever is in no pack from the head on each block is asked for, all at once. A put does not, and
+  may store a block twice: it would read as much for each block of an answer.
 - **Never changed.** A pack is put whole, and only if its name is free (`Bucket.put`); who comes
   second reads what is there. It goes when one of its blocks is damaged or dropped, or by age.
 

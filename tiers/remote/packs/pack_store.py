@@ -217,7 +217,7 @@ class PackStore:
         return list(found.values())
 
     def _mark_held(self, groups: Sequence[_Group], held: list[bool], deadline: Deadline) -> None:
-        """Note what is there now, as the bucket says, not as is known."""
+        """Note what of these is there now, as the bucket says, not as is known."""
         asked = [group for group in groups if group.left(held)]
         known = self._known.get
         probes = [search.cover(group.keys, group.left(held), known) for group in asked]
