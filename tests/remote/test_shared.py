@@ -25,7 +25,7 @@ from tests.support.replay_chains import (
 )
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
-from tiers.contract.block_groups import GROUP_BYTES
+from tiers.contract.block_groups import GROUP_BYTES, BlockGroups
 from tiers.contract.generation import Generation
 from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
@@ -200,20 +200,38 @@ def test_a_window_whose_first_blocks_were_never_stored(tmp_path: Path) -> None:
     assert _loaded([shared], _prompt(99, *range(5000, 5050))) == 0, "the window before is nowhere"
 
 
+def test_a_window_of_one_object_a_block_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As directories have it from before windows went in packs."""
+    tmp_path.chmod(0o700)
+    tiers = [{"type": "shared", "path": tmp_path}]
+    with monkeypatch.context() as before:
+        before.setattr(BlockGroups, "in_rows", BlockGroups.in_order)
+        request = _served(tiers, _prompt(100))
+        assert len(_packs(tmp_path)) == 2 + 100
+        assert _loaded(tiers, _prompt(100)) == 100
+    assert _loaded(tiers, _prompt(100)) == 100
+    _pack(tmp_path, request, 95, 1).unlink()
+    assert _loaded(tiers, _prompt(100)) == 95
+    assert len(_packs(tmp_path)) == 2 + 100, "what was there is not stored again"
+
+
 def test_a_prefix_ends_before_a_pack_of_a_window_that_is_gone(tmp_path: Path) -> None:
     """The packs of one group go without those of the other; and who computes a block again stores
     it anew."""
     tmp_path.chmod(0o700)
     tiers = [{"type": "shared", "path": tmp_path}]
     request = _served(tiers, _prompt(192))
-    _pack(tmp_path, request, 0, 1).unlink()
-    assert _loaded(tiers, _prompt(192)) == 192, "no window reaches it any more"
+    _pack(tmp_path, request, 64, 1).unlink()
+    assert _loaded(tiers, _prompt(192)) == 192, "no window before it reaches so far"
+    assert _loaded(tiers, _prompt(130, *range(5000, 5050))) == 64, "this one does"
+    assert _loaded(tiers, _prompt(130, *range(6000, 6050))) == 130
     _pack(tmp_path, request, 128, 1).unlink()
     assert _loaded(tiers, _prompt(192)) == 128
-    assert _loaded(tiers, _prompt(192)) == 192
     _pack(tmp_path, request, 64, 0).unlink()
-    assert _loaded(tiers, _prompt(192)) == 0, "the window before block 64 is gone"
-    assert _loaded(tiers, _prompt(192)) == 192 and len(_packs(tmp_path)) == 6
+    assert _loaded(tiers, _prompt(192)) == 64
+    assert _loaded(tiers, _prompt(192)) == 192
 
 
 def test_answers_stay_right_where_the_directory_is_full(tmp_path: Path) -> None:
