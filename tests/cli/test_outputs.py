@@ -94,8 +94,6 @@ def test_a_place_that_takes_no_result_is_refused(
     assert trace.read_bytes() == before
     ran = kvtiers("bench", "tiers", "--chain", chain, "--save", chain)
     assert (ran.status, chain.read_text()) == (2, CHAIN)
-    ran = kvtiers("soak", "--json", tmp_path)
-    assert (ran.status, ran.out) == (2, "")
 
 
 def test_a_result_on_standard_output_is_alone_there(

@@ -26,7 +26,6 @@ from tiers.cli.explain import explain
 from tiers.cli.new_tier import new_tier
 from tiers.cli.recommend import recommend
 from tiers.cli.replay import replay
-from tiers.cli.soak import soak
 from tiers.cli.status import status
 from tiers.cli.top import top
 from tiers.cli.try_ import try_
@@ -36,7 +35,7 @@ from tiers.errors import KVTiersError, TraceError
 COMMANDS = (
     *(validate, config, schema, doctor, status, top, explain, apply),
     *(inspect, verify, scrub, export, import_, gc),
-    *(demo, bench, soak, curve, replay, tune, recommend),
+    *(demo, bench, curve, replay, tune, recommend),
     *(try_, check, new_tier),
 )
 

@@ -1,4 +1,4 @@
-"""A Redis or Valkey server of the lab's own: replays limit it to blocks, the soak kills it."""
+"""A Redis or Valkey server of the lab's own, which replays limit to blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from signal import Signals
 from typing import TYPE_CHECKING
 
 from tiers.block import HEADER_BYTES
@@ -48,53 +47,44 @@ def program() -> str:
 
 
 class Server:
-    """A server on a unix socket in `folder`, whose path is short, and on loopback if it has a
-    `port`. `options`: more of its configuration. Its blocks are lost when it is killed."""
+    """A server on a unix socket in `folder`, whose path is short. `options`: more of its
+    configuration. Its blocks are lost when it is killed."""
 
-    def __init__(self, folder: Path, options: Mapping[str, str], port: int = 0) -> None:
-        """Start it. Raises NoServer."""
-        self.port = port
+    def __init__(self, folder: Path, options: Mapping[str, str]) -> None:
+        """Start it, and wait until it answers. Raises NoServer."""
         self._socket = folder / SOCKET
-        given = {"port": str(port), "bind": "127.0.0.1", "unixsocket": str(self._socket)}
-        given |= {"save": "", "dir": str(folder), "maxmemory-policy": "allkeys-lru", **options}
-        self._command = [program(), *(part for k, v in given.items() for part in (f"--{k}", v))]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def client(self, timeout: float = START_SECONDS) -> Redis:
-        """A client of the server, which may be down or hung."""
-        from redis import Redis
-
-        return Redis(unix_socket_path=str(self._socket), protocol=2, socket_timeout=timeout)
-
-    def start(self) -> None:
-        """Start it unless it runs, and wait until it answers. Raises NoServer."""
-        if self._process is not None:
-            return
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        given = {"port": "0", "unixsocket": str(self._socket), "save": "", "dir": str(folder)}
+        given |= {"maxmemory-policy": "allkeys-lru", **options}
+        command = [program(), *(part for k, v in given.items() for part in (f"--{k}", v))]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            self._wait(self._process)
+            self._wait()
         except BaseException:
             self.kill()
             raise
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+    def _client(self) -> Redis:
+        from redis import Redis
+
+        return Redis(unix_socket_path=str(self._socket), protocol=2, socket_timeout=START_SECONDS)
+
+    def _wait(self) -> None:
         from redis.exceptions import ConnectionError as NotYet
 
         deadline = time.monotonic() + START_SECONDS
-        with self.client() as client:
-            while time.monotonic() < deadline and process.poll() is None:
+        with self._client() as client:
+            while time.monotonic() < deadline and self._process.poll() is None:
                 try:
                     client.ping()
                 except NotYet:
                     time.sleep(0.02)
                 else:
                     return
-        raise NoServer(f"{self._command!r} does not start")
+        raise NoServer(f"{self._process.args!r} does not start")
 
     def limit(self, blocks: int, payload_bytes: int) -> None:
         """Give it room for `blocks`; it must be empty."""
-        with self.client() as client:
+        with self._client() as client:
             before, record = _used(client), bytes(HEADER_BYTES + payload_bytes)
             for number in range(PROBES):
                 client.set(b"%0*d" % (NAME_BYTES, number), record)
@@ -103,17 +93,10 @@ class Server:
             client.execute_command("FLUSHALL", "SYNC")
             client.config_set("maxmemory", int(_used(client) + each * blocks))
 
-    def send(self, signum: Signals) -> None:
-        """Send it a signal, if it runs."""
-        if self._process is not None:
-            self._process.send_signal(signum)
-
     def kill(self) -> None:
         """End it at once."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._process.kill()
+        self._process.wait()
 
 
 def _used(client: Redis) -> int:

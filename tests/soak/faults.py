@@ -8,15 +8,13 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
 from typing import Any, ClassVar, NamedTuple
 
-import redis
 from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.servers import RedisServer
 from tiers.errors import TierFull
-from tiers.lab.server import Server
 from tiers.store import TierStore
 from tiers.testing import Faults, FaultyStore, Pace, SlowStore
 
@@ -77,12 +75,14 @@ class SoakFault(NamedTuple):
     heal: Callable[[], None] | None
 
 
-def all_faults(server: Server, folder: Path, mood: Mood, rng: random.Random) -> list[SoakFault]:
+def all_faults(
+    server: RedisServer, folder: Path, mood: Mood, rng: random.Random
+) -> list[SoakFault]:
     """The faults of a chain with this disk tier's folder and mood, and this server."""
     moods = ("slow", "hanging", "failing", "full", "boastful")
     return [
         SoakFault("redis killed", server.kill, server.start),
-        SoakFault("redis hung", partial(server.send, SIGSTOP), partial(server.send, SIGCONT)),
+        SoakFault("redis hung", server.hang, server.resume),
         SoakFault("redis emptied", lambda: _meddle(server, _empty, rng), None),
         SoakFault("redis values damaged", lambda: _meddle(server, _damage, rng), None),
         SoakFault("redis values replaced", lambda: _meddle(server, _replace, rng), None),
@@ -95,14 +95,9 @@ def all_faults(server: Server, folder: Path, mood: Mood, rng: random.Random) -> 
     ]
 
 
-def _meddle(server: Server, how: Callable[..., None], rng: random.Random) -> None:
-    client = server.client(timeout=0.5)
-    try:
+def _meddle(server: RedisServer, how: Callable[..., None], rng: random.Random) -> None:
+    with server.client() as client:
         how(client, rng)
-    except redis.RedisError:
-        pass  # another fault has it down or hung
-    finally:
-        client.close()
 
 
 def _empty(client: Any, _: object) -> None:

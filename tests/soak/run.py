@@ -1,25 +1,37 @@
-"""The soak itself: request after request, fault after fault, engine after engine."""
+"""The soak: the replay engine for minutes or days, while everything below it breaks.
+
+    python -m tests.soak.run --minutes 60 --seed 7
+
+Breaks disk and Redis again and again under an engine whose answers show a wrong byte. Ends with
+status 1 if an answer was wrong, a request stuck, or a slot or descriptor leaked.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
+import logging
 import os
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import StoreSpec
 from spec.registry import tier_class
+from tests.soak.faults import Sabotaged, SoakFault, all_faults
+from tests.soak.prompts import conversations, from_trace
+from tests.support.servers import RedisServer, binaries
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import ReplayRequest
-from tiers.lab.server import Server
-from tiers.lab.soak.soak_faults import Sabotaged, SoakFault, all_faults
 
 MODEL = ReplayModel()
 SLOT = 4096
@@ -101,21 +113,19 @@ class _InFlight(NamedTuple):
 
 
 class Soak:
-    """Runs for some time; `say` prints the counts, now and then."""
+    """Runs for some time, and prints its counts now and then."""
 
     def __init__(
         self,
         prompts: Iterator[list[int]],
-        server: Server,
+        server: RedisServer,
         folder: Path,
         every: float,
         seed: int,
-        say: Callable[[str], None],
     ) -> None:
         self.report = SoakReport()
         self._prompts = prompts
         self._random = random.Random(seed)
-        self._say = say
         disk = tier_class("disk").model_validate(
             {"type": "disk", "path": str(folder / "disk"), "capacity": 3000 * 2 * SLOT}
         )
@@ -123,7 +133,7 @@ class Soak:
         sabotaged = Sabotaged.model_validate({"type": "disk", "inner": disk, "deadline": "400ms"})
         redis = {
             "type": "redis",
-            "url": f"redis://127.0.0.1:{server.port}",
+            "url": server.url,
             "timeout": "300ms",
             "deadline": "2s",
         }
@@ -152,7 +162,7 @@ class Soak:
             baseline = baseline or now
             self.report.leaked_fds = max(0, now[0] - baseline[0])
             self.report.rss_growth_bytes = now[1] - baseline[1]
-            self._say(f"{self.report.requests} requests, {self.report.faults} faults")
+            print(f"{self.report.requests} requests, {self.report.faults} faults")
         return self.report
 
     def _one_engine(self, seconds: float) -> None:
@@ -214,3 +224,37 @@ def _open_files() -> int:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=3.0, help="mean seconds between two faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and faults")
+    parser.add_argument("--trace", type=Path, help="take the prompts from this trace")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    args = parser.parse_args()
+    # The soak prints the faults that it injects; of the tiers' log only errors are news.
+    logging.getLogger("tiers").setLevel(logging.ERROR)
+    tokens = MODEL.block_tokens
+    made_up = conversations(random.Random(args.seed), tokens)
+    prompts = made_up if args.trace is None else from_trace(args.trace, tokens)
+    memory = {"maxmemory": "16mb", "maxmemory_policy": "allkeys-lru"}
+    with (
+        TemporaryDirectory(prefix="kvtiers-soak-") as folder,
+        RedisServer(binaries()["valkey"], **memory) as server,
+    ):
+        soak = Soak(prompts, server, Path(folder), args.every, args.seed)
+        report = soak.run(args.minutes * 60)
+    print(", ".join(f"{name}: {count}" for name, count in soak.chance.counts.most_common()))
+    text = json.dumps(asdict(report))
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n")
+    return 0 if report.is_clean() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`kvtiers soak`: some seconds of it here, two minutes under `make faults`."""
+"""The soak: some seconds of it here, a minute under `make faults`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-KVTIERS = Path(sys.executable).with_name("kvtiers")
+SOAK = [sys.executable, "-m", "tests.soak.run"]
 
 
 def soak(report: Path, *options: str) -> dict[str, int]:
-    command = [str(KVTIERS), "soak", "--json", str(report), *options]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=report.parent)
+    command = [*SOAK, "--json", str(report), *options]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     found: dict[str, int] = json.loads(report.read_text())
     return found
@@ -51,10 +51,3 @@ def test_a_minute(tmp_path: Path) -> None:
     report = soak(tmp_path / "report.json", "--minutes", "1", "--every", "0.5")
     assert_clean(report)
     assert report["rss_growth_bytes"] < 64 << 20
-
-
-def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text('{"no": "ids"}\n')
-    command = [str(KVTIERS), "soak", "--trace", str(tmp_path / "trace")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 1 and "trace:1: its keys are those of no known format" in run.stderr
