@@ -5,7 +5,7 @@ copy of the driver (cuMemcpyBatchAsync), and vLLM's own (`swap_blocks_batch`) wh
 
 Each way moves the same pages between the same paged KV and the same slots, queues a wave of 32 MiB
 at a time, as loads do, and is looked at byte for byte before it is measured. Rows are written after
-each case, in the form of `kvtiers bench --json`.
+each case, in the form of `python -m bench --json`.
 """
 
 from __future__ import annotations

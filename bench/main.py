@@ -1,4 +1,4 @@
-"""The benchmarks, by suite: `kvtiers bench SUITE... [--json FILE] [--smoke]`."""
+"""The benchmarks, by suite: see `python -m bench --help`."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("result", type=Path, help="what kvtiers bench --json wrote")
+    parser.add_argument("result", type=Path, help="what python -m bench --json wrote")
     parser.add_argument("--png", type=Path, help="also write this picture")
     options = parser.parse_args(arguments)
     try:

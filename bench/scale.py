@@ -3,7 +3,7 @@
     python -m bench.scale TRACE [--result bench/results/FILE] [--write]
 
 Counts what a trace asks for in a second, for a model of 8B on one GPU and one of 70B on eight, and
-holds it against what each part was measured to do in a result of `kvtiers bench all`. `--write`
+holds it against what each part was measured to do in a result of `python -m bench all`. `--write`
 puts the tables into docs/scale.md. All of the trace goes through one engine that caches nothing
 itself, and every tier holds all that it ever stored: the most that any tier could be asked for.
 The last table is of a fleet over one shared tier: its engines bring as much as each can compute.

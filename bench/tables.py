@@ -3,8 +3,8 @@
     python -m bench.tables
 
 writes it between the two markers. Results are `bench/results/<date>-<hardware>.json`, as
-`kvtiers bench all --json` writes them; of each hardware the newest is a column. The rows are those
-of `SHOWN`; a result has all others.
+`python -m bench all --json` writes them; of each hardware the newest is a column. The rows are
+those of `SHOWN`; a result has all others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m bench.turns ../before cpu disk remote --turns 3 --json result.json
 
-Each turn is `kvtiers bench` of the other checkout and then of this one, each in a process of its
+Each turn is `python -m bench` of the other checkout and then of this one, each in a process of its
 own. Of a case that both have, the table shows medians over the turns. The ratio to the limit or
 peer is of the same turn, so it is better evidence than the rates where the machine is not steady.
 """
@@ -24,14 +24,13 @@ from typing import Any
 from bench.report import COMPARED, Row, compared, machine, read_json
 
 CHECKOUT = Path(__file__).parents[1]
-_BENCH = "from tiers.cli.main import main; main()"
 
 
 def run(checkout: Path, suites: Sequence[str], rounds: int, json_file: Path) -> list[Row]:
     """Run the benchmarks of a checkout. Raises subprocess.CalledProcessError."""
     path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
     options = ["--rounds", str(rounds), "--json", str(json_file)]
-    command = [sys.executable, "-c", _BENCH, "bench", *suites, *options]
+    command = [sys.executable, "-m", "bench", *suites, *options]
     subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": path}, check=True)
     return read_json(json_file)[1]
 

@@ -114,10 +114,6 @@ def test_the_command_works_without_the_sources(installed: Path, tmp_path: Path) 
     (tmp_path / "chain.yaml").write_text(CHAIN.replace("cpu", "gpu"))
     bad = run([installed / "kvtiers", "validate", "chain.yaml"], tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "") and "did you mean cpu?" in bad.stderr
-    suites = run([installed / "kvtiers", "bench", "--help"], tmp_path)
-    assert "tiers, for a chain's profile." in suites.stdout and "bench/." not in suites.stdout
-    none = run([installed / "kvtiers", "bench", "disk"], tmp_path)
-    assert none.returncode == 2 and "an installation has tiers alone" in none.stderr
     config = run([installed / "kvtiers", "config", "missing.yaml"], tmp_path)
     assert (config.returncode, config.stdout) == (2, "")
 

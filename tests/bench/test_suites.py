@@ -1,4 +1,4 @@
-"""Every suite of `kvtiers bench` runs, and says all of each row."""
+"""Every suite of `python -m bench` runs, and says all of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvtiers bench tiers`: a profile that replays can read; and what bench refuses."""
+"""`kvtiers bench tiers`: a profile that replays can read; and what it refuses."""
 
 from __future__ import annotations
 
@@ -110,11 +110,7 @@ def test_a_fact_that_no_machine_has_is_named_before_anything_is_measured(
     assert second.startswith("options: prefill_rate: found -5.0; input should be greater than 0")
 
 
-def test_a_result_that_is_none_is_refused_before_anything_is_measured(
-    kvtiers: Callable[..., Ran], tmp_path: Path
-) -> None:
-    (tmp_path / "out.json").write_text('{"rows": 3}')
-    for name in ("absent.json", "out.json"):
-        ran = kvtiers("bench", "cpu", "--compare", tmp_path / name)
-        assert (ran.status, ran.out) == (2, "")
-        assert str(tmp_path / name) in ran.err and "kvtiers bench --json" in ran.err
+def test_what_a_checkout_measures_is_named(kvtiers: Callable[..., Ran], tmp_path: Path) -> None:
+    ran = kvtiers("bench", "cpu", "--chain", tmp_path / "a.yaml", "--save", tmp_path / "b.json")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == "cpu: write tiers; a checkout measures all else by python -m bench\n"

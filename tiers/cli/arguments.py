@@ -190,14 +190,6 @@ def check_places(
         taken.add(file.resolve())
 
 
-def check_plot(picture: Path | None) -> None:
-    """Refuse to draw a picture without matplotlib, before the work is done."""
-    from importlib.util import find_spec
-
-    if picture is not None and find_spec("matplotlib") is None:
-        raise refused("--plot needs matplotlib: pip install matplotlib")
-
-
 def check_folder(folder: Path | None) -> None:
     """Refuse a folder to work in that is none, before the work is done."""
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
