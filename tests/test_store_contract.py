@@ -149,7 +149,7 @@ class TestObject(KnowsChecksums):
         return ObjectSpec.model_validate({"type": "object", "url": f"file://{self.path}"})
 
     def test_a_batch_with_less_room_than_it_needs(self) -> None:
-        raise SkipTest("it makes room in rounds (tests/remote/test_object_capacity.py)")
+        raise SkipTest("it makes room in rounds (tests/remote/test_evictor.py)")
 
     def open_store(self, payload_bytes: int) -> TierStore:
         return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))

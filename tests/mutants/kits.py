@@ -57,16 +57,22 @@ def open_shared(folder: Path) -> Any:
 
 
 class Upkeep:
-    """The own tests of a shared directory or a bucket, for what no kit of stores sees."""
+    """The own tests of a shared directory or a bucket, for what no kit of stores sees: `files`, and
+    what both kinds of place have but of the `other`."""
 
-    def __init__(self, *files: str) -> None:
-        self._files = [str(ROOT / "tests" / "remote" / file) for file in files]
+    def __init__(self, other: str, *files: str) -> None:
+        named = ("test_lease.py", "test_evictor.py", *files)
+        paths = [str(ROOT / "tests" / "remote" / file) for file in named]
+        self._chosen = ["-k", f"not {other}", *paths]
 
     def test_upkeep(self) -> None:
         """Raises AssertionError with the first that fails."""
         failed = _First()
-        pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *self._files], plugins=[failed])
+        pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *self._chosen], plugins=[failed])
         assert not failed.name, failed.name
+
+
+OF_DIRECTORIES = ("test_directory_upkeep.py", "test_directory_bucket.py")
 
 
 class _First:
@@ -105,8 +111,8 @@ def open_kits(stores: set[str]) -> Iterator[dict[str, OpenKit]]:
         "disk": open_disk,
         "object": open_object,
         "shared": open_shared,
-        "upkeep": lambda folder: Upkeep("test_evictor.py", "test_directory_bucket.py"),
-        "capacity": lambda folder: Upkeep("test_object_capacity.py"),
+        "upkeep": lambda folder: Upkeep("FolderBucket", *OF_DIRECTORIES),
+        "capacity": lambda folder: Upkeep("SharedDirectory", "test_object_capacity.py"),
         **{name: open_policy(name) for name in ("lru", "arc", "admission")},
     }
     if "redis" not in stores:

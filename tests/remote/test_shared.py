@@ -27,7 +27,6 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.block_groups import GROUP_BYTES, BlockGroups
 from tiers.contract.generation import Generation
-from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import ReplayRequest
 from tiers.remote.directory_bucket import DirectoryBucket
@@ -234,25 +233,6 @@ def test_a_prefix_ends_before_a_pack_of_a_window_that_is_gone(tmp_path: Path) ->
     assert _loaded(tiers, _prompt(192)) == 192
 
 
-def test_answers_stay_right_where_the_directory_is_full(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    engine = _engine(tmp_path, 1, "64KiB")
-    drive(engine, 3)
-    engine.settle()
-    close(engine)
-    packs = [pack for pack in tmp_path.glob("?" * 32 + "/*/*") if pack.is_file()]
-    assert 0 < sum(pack.stat().st_size for pack in packs) <= 64 << 10
-
-
-def test_a_capacity_in_which_no_block_has_room_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    block, ranks = 2048 + 512 + 4096, 2
-    site = StoreContext(4096, ranks)
-    with pytest.raises(TierUnusable, match=rf"less than one block .* at least {ranks * block}B"):
-        SharedSpec(path=tmp_path, capacity=ranks * block - 1).open(site)
-    SharedSpec(path=tmp_path, capacity=ranks * block).open(site).close()
-
-
 def test_a_tier_that_does_not_count_what_it_holds_shows_no_fill(tmp_path: Path) -> None:
     """It would be empty for ever, to whoever looks at how full tiers are."""
     tmp_path.chmod(0o700)
@@ -261,18 +241,6 @@ def test_a_tier_that_does_not_count_what_it_holds_shows_no_fill(tmp_path: Path) 
     wait_for(lambda: scheduler_of(engine, 1).room() == (0, 0))
     assert scheduler_of(engine).room()[1] > 0
     close(engine)
-
-
-def test_an_engine_whose_capacity_is_not_that_of_the_evictor_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tmp_path.chmod(0o700)
-    one, other = (_engine(tmp_path, 1, capacity) for capacity in ("1MiB", "1GiB"))
-    wait_for(lambda: "capacity 1MiB evicts for all there" in caplog.text)
-    drive(other, 1)
-    assert scheduler_of(other, 1).condition()[0] == "degraded"
-    close(one)
-    close(other)
 
 
 @pytest.mark.fault
