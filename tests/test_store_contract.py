@@ -42,18 +42,22 @@ class Same:
     test_what_is_dropped_gives_its_memory_back = _skip
 
 
-class NeverRaises:
-    """A guard's answer to an error is a miss, and a trial later."""
+class Tier(StoreContract):
+    """A tier of ours, which keeps a payload's checksum where it is known."""
 
-    def _skip(self) -> None:
-        raise SkipTest(f"{type(self).__name__} is guarded")
+    shared = True
+    persistent = True
+    verifies = True
 
-    test_errors_are_raised = _skip
-    test_what_could_not_be_written_is_not_held = _skip
+    def open_store(self, payload_bytes: int) -> TierStore:
+        spec = self.make_spec()
+        assert spec is not None
+        store: TierStore = spec.open(StoreContext(payload_bytes))
+        return store
 
-
-class KnowsChecksums(StoreContract):
-    """A store that keeps a payload's checksum where it is known."""
+    def name(self, key: bytes) -> bytes:
+        """What it calls a block."""
+        return key
 
     def test_what_changed_behind_its_checksum_is_a_miss(self) -> None:
         keys = [make_key() for _ in range(2)]
@@ -74,10 +78,20 @@ class TestMemory(StoreContract):
         return MemoryStore()
 
 
-class TestRedis(KnowsChecksums):
-    shared = True
-    persistent = True
-    verifies = True
+class BehindAGuard(Same, Tier):
+    """A guard's answer to an error is a miss, and a trial later."""
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return Guarded(super().open_store(payload_bytes), "tier")
+
+    def _guarded(self) -> None:
+        raise SkipTest(f"{type(self).__name__} is guarded")
+
+    test_errors_are_raised = _guarded
+    test_what_could_not_be_written_is_not_held = _guarded
+
+
+class TestRedis(Tier):
     codec: ClassVar[Literal["none", "zstd", "byteplanes"]] = "none"
 
     @pytest.fixture(autouse=True)
@@ -89,14 +103,8 @@ class TestRedis(KnowsChecksums):
             {"url": self.url, "ttl": "10m", "timeout": "30s", "codec": self.codec}
         )
 
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
-
     def medium(self, store: TierStore) -> Medium:
         return ServerMedium(self.url, self.name)
-
-    def name(self, key: bytes) -> bytes:
-        return key
 
 
 class TestRedisCompressed(Same, TestRedis):
@@ -113,32 +121,35 @@ class TestRedisOverUnixSocket(Same, TestRedis):
         self.url = shared_server.unix_url
 
 
-class TestGuardedRedis(NeverRaises, Same, TestRedis):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return Guarded(super().open_store(payload_bytes), "redis")
+class TestGuardedRedis(BehindAGuard, TestRedis):
+    pass
 
 
-class Encrypted(Same, KnowsChecksums):
+class Encrypted(Same, Tier):
     """A store's blocks under the first of `keys`, of which all are read."""
 
     keys: tuple[bytes, ...] = (b"k" * KEY_BYTES, b"o" * KEY_BYTES)
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        spec = self.make_spec()
-        assert spec is not None
-        inner = spec.open(StoreContext(encrypted_bytes(payload_bytes)))
+        inner = super().open_store(encrypted_bytes(payload_bytes))
         return EncryptedStore(inner, self.keys, payload_bytes)
 
     def name(self, key: bytes) -> bytes:
         return BlockCipher(self.keys[0]).names.of([key])[0]
 
 
-class TestObject(KnowsChecksums):
-    """Over a folder of files: the client's own code, without a server."""
+class InPacks(Tier):
+    path: Path
 
-    shared = True
-    persistent = True
-    verifies = True
+    def medium(self, store: TierStore) -> Medium:
+        return PackMedium(self.path, self.name)
+
+    def test_a_batch_with_less_room_than_it_needs(self) -> None:
+        raise SkipTest("it makes room in rounds, beside its puts (tests/remote/test_evictor.py)")
+
+
+class TestObject(InPacks):
+    """Over a folder of files: the client's own code, without a server."""
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
@@ -147,18 +158,6 @@ class TestObject(KnowsChecksums):
 
     def make_spec(self) -> ObjectSpec:
         return ObjectSpec.model_validate({"type": "object", "url": f"file://{self.path}"})
-
-    def test_a_batch_with_less_room_than_it_needs(self) -> None:
-        raise SkipTest("it makes room in rounds (tests/remote/test_evictor.py)")
-
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
-
-    def medium(self, store: TierStore) -> Medium:
-        return PackMedium(self.path, self.name)
-
-    def name(self, key: bytes) -> bytes:
-        return key
 
     @contextlib.contextmanager
     def failing(self, store: TierStore) -> Iterator[None]:
@@ -177,15 +176,11 @@ class TestEncryptedObject(Encrypted, TestObject):
     pass
 
 
-class TestGuardedObject(NeverRaises, Same, TestObject):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return Guarded(super().open_store(payload_bytes), "object")
+class TestGuardedObject(BehindAGuard, TestObject):
+    pass
 
 
-class TestShared(KnowsChecksums):
-    shared = True
-    persistent = True
-    verifies = True
+class TestShared(InPacks):
     host_local = False
 
     @pytest.fixture(autouse=True)
@@ -196,33 +191,16 @@ class TestShared(KnowsChecksums):
     def make_spec(self) -> SharedSpec:
         return SharedSpec(path=self.path)
 
-    def test_a_batch_with_less_room_than_it_needs(self) -> None:
-        raise SkipTest("it makes room in rounds, beside its puts (tests/remote/test_evictor.py)")
-
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
-
-    def medium(self, store: TierStore) -> Medium:
-        return PackMedium(self.path, self.name)
-
-    def name(self, key: bytes) -> bytes:
-        return key
-
 
 class TestEncryptedShared(Encrypted, TestShared):
     pass
 
 
-class TestGuardedShared(NeverRaises, Same, TestShared):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return Guarded(super().open_store(payload_bytes), "shared")
+class TestGuardedShared(BehindAGuard, TestShared):
+    pass
 
 
-class TestDisk(KnowsChecksums):
-    shared = True
-    persistent = True
-    verifies = True
-
+class TestDisk(Tier):
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
         self.path = tmp_path / "disk"
@@ -231,14 +209,8 @@ class TestDisk(KnowsChecksums):
         capacity = self.payload_bytes * 192
         return DiskSpec.model_validate({"type": "disk", "path": self.path, "capacity": capacity})
 
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
-
     def medium(self, store: TierStore) -> Medium:
         return SlabMedium(self.path, self.name)
-
-    def name(self, key: bytes) -> bytes:
-        return key
 
 
 class TestEncryptedDisk(Encrypted, TestDisk):
@@ -249,9 +221,8 @@ class TestEncryptedRedis(Encrypted, TestRedis):
     keys = (b"k" * KEY_BYTES,)
 
 
-class TestGuardedDisk(NeverRaises, Same, TestDisk):
-    def open_store(self, payload_bytes: int) -> TierStore:
-        return Guarded(super().open_store(payload_bytes), "disk")
+class TestGuardedDisk(BehindAGuard, TestDisk):
+    pass
 
 
 class Blocks:

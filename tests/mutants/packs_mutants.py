@@ -582,16 +582,4 @@ MUTANTS = (
         '                self._barred = ""\n',
         "                pass\n",
     ),
-    EVICTOR.but(
-        "lease",
-        "an error ends the upkeep",
-        "                seconds = self._pace.beat\n",
-        "                return\n",
-    ),
-    EVICTOR.but(
-        "eviction",
-        "the newest goes first",
-        "        for last in sorted(ages):\n",
-        "        for last in sorted(ages, reverse=True):\n",
-    ),
 )
