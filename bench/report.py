@@ -168,13 +168,9 @@ def _cpu_name() -> str:
 
 
 def write_json(path: Path, rows: Iterable[Row]) -> None:
-    """Write the rows for `read_json`."""
-    path.write_text(json.dumps(as_json(rows), indent=1) + "\n")
-
-
-def as_json(rows: Iterable[Row]) -> dict[str, Any]:
-    """`{"machine": {...}, "rows": [...]}`."""
-    return {"machine": machine(), "rows": [asdict(row) for row in rows]}
+    """Write the rows for `read_json`, a line each: {"machine": {...}, "rows": [...]}."""
+    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+    path.write_text(f'{{"machine": {json.dumps(machine())},\n"rows": [\n{lines}\n]}}\n')
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
