@@ -45,8 +45,7 @@ def changes_of(engine: ReplayEngine) -> Changes:
 
 
 def ask_for(engine: ReplayEngine, chain: ChainSpec, if_version: int | None = None) -> PendingChange:
-    assert engine.connector is not None
-    return engine.connector.request_change(chain, if_version)
+    return changes_of(engine).request(chain, if_version)
 
 
 def change(engine: ReplayEngine, chain: ChainSpec) -> PendingChange:

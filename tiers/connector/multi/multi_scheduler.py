@@ -12,7 +12,7 @@ from typing import Any
 
 from spec.chain import ChainSpec, LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.multi.changes import Changes, PendingChange, Rebuilder
+from tiers.connector.multi.changes import Changes, Rebuilder
 from tiers.connector.multi.multi_connector import (
     MultiConnector,
     MultiConnectorMetadata,
@@ -335,14 +335,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def changes(self) -> Changes | None:
         """The changes of its chain; None: it lists connectors, or can't change."""
         return self._changes
-
-    def request_change(self, new: ChainSpec, if_version: int | None = None) -> PendingChange:
-        """Ask for another chain; any thread may, and then wait for the result."""
-        if self._changes is None:
-            pending = PendingChange()
-            pending.end(0, "this engine lists connectors in place of a chain: restart it instead")
-            return pending
-        return self._changes.request(new, if_version)
 
     def put_child(self, place: int, name: str, child: SchedulerConnector) -> None:
         super().put_child(place, name, child)
