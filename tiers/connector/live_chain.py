@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
@@ -95,24 +96,28 @@ class LiveChain:
             self._reopen("ghosts", after)
 
     def _reopen(self, key: str, chain: ChainSpec) -> None:
+        """Close the observers of a kind, and open those of this chain, beside the steps."""
         with self._exchanging:
             old, self._opened[key], self._wanted[key] = self._opened[key], (), chain
             for observer in old:
                 self._observers.remove(observer)
+        in_background(partial(self._exchange, key, old, chain), "reopen")
 
-        def reopen() -> None:
-            with self._reopening:
-                for observer in old:
-                    observer.close()
-                if self._wanted[key] is not chain:
+    def _exchange(self, key: str, old: Sequence[RequestObserver], chain: ChainSpec) -> None:
+        """On a thread. Where another chain comes meanwhile, that one opens its own."""
+        with self._reopening:
+            _close_all(old)
+            if self._wanted[key] is not chain:
+                return
+            opened = tuple(self._opens[key](chain))
+            with self._exchanging:
+                if self._wanted[key] is chain:
+                    self._opened[key] = opened
+                    self._observers += opened
                     return
-                opened = tuple(self._opens[key](chain))
-                with self._exchanging:
-                    if self._wanted[key] is chain:
-                        self._opened[key] = opened
-                        self._observers += opened
-                        return
-                for observer in opened:
-                    observer.close()
+            _close_all(opened)
 
-        in_background(reopen, "reopen")
+
+def _close_all(observers: Sequence[RequestObserver]) -> None:
+    for observer in observers:
+        observer.close()
