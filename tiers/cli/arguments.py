@@ -147,14 +147,6 @@ def write_result(file: Path | None, content: object) -> None:
         write_json(file, content)
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table, its columns as wide as need be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        yield "  ".join(padded).rstrip()
-
-
 def refused(why: object, status: int = 2) -> typer.Exit:
     """Print the reason for having no result, and return the exit with that status."""
     typer.echo(str(why), err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec.errors import SpecError, one_line
-from tiers.cli.arguments import ChainFile, refused, table
+from tiers.cli.arguments import ChainFile, refused
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -88,8 +88,9 @@ def _text(value: object) -> str:
 
 
 def _print_plain(rows: Sequence[Sequence[str]]) -> None:
-    for line in table([COLUMNS, *rows]):
-        typer.echo(line)
+    from tiers.tuning.report import aligned
+
+    typer.echo("\n".join(aligned([COLUMNS, *rows])))
 
 
 def _print_rich(rows: Sequence[Sequence[str]]) -> None:

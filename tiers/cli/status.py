@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec.errors import one_line
-from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, table
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version
 
 if TYPE_CHECKING:
     from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
@@ -53,8 +53,10 @@ def status(
 
 def lines(name: str, status: EngineStatus) -> Iterator[str]:
     """The lines of one engine, within 100 columns for names of up to 12 letters."""
+    from tiers.tuning.report import aligned
+
     yield f"engine {one_line(name)}: {summary(status)}"
-    yield from table([HEADS, *map(row, status.tiers)])
+    yield from aligned([HEADS, *map(row, status.tiers)])
     for tier in status.tiers:
         yield from (f"  {one_line(tier.name)}: {note}" for note in notes(tier))
     yield from (f"  {line}" for line in ghost_lines(status.ghosts))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tiers.cli.arguments import refused, table
+from tiers.cli.arguments import refused
 
 
 def try_(
@@ -28,6 +28,7 @@ def try_(
     from spec.plugins import stdout_to_stderr
     from tiers.errors import KVTiersError
     from tiers.lab.try_chain import try_chain
+    from tiers.tuning.report import aligned
 
     chain = load_chain(chain_file)
     logging.basicConfig(level=logging.WARNING)
@@ -39,8 +40,7 @@ def try_(
     rows = [("tier", "stored blocks", "tokens loaded again", "by another process")]
     for name, stored in first.stored.items():
         rows.append((name, str(stored), str(first.loaded[name]), str(second.loaded[name])))
-    for line in table(rows):
-        typer.echo(line)
+    typer.echo("\n".join(aligned(rows)))
     for name in (name for name, stored in first.stored.items() if not stored):
         typer.echo(f"{name} stored nothing: the log above says why, or its settings do")
     wrong = first.wrong + second.wrong

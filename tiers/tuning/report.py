@@ -246,6 +246,25 @@ def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]
     return ["  ".join(row).rstrip() for row in cells]
 
 
+def named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> str:
+    """A table whose rows but the first have a name each, on a line below."""
+    head, *lines = aligned(rows)
+    pairs = (f"{line}\n    {text}" for line, text in zip(lines, names, strict=True))
+    return "\n".join([head, *pairs])
+
+
+def waits(report: Report) -> tuple[str, str, str]:
+    """Cells: mean, median and 99th percentile of the time to the first token."""
+    return (seconds(report.ttft_mean), seconds(report.ttft_p50), seconds(report.ttft_p99))
+
+
+def life_and_price(report: Report) -> tuple[str, str]:
+    """Cells: of the tier that lasts least, and of all of them."""
+    lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
+    price = report.price_per_month
+    return f"{min(lives):.2g} y" if lives else "-", "-" if price is None else f"{price:,.0f}"
+
+
 def seconds(value: float) -> str:
     """A time like 420 ms or 1.23 s."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import aligned, seconds
+from tiers.tuning.report import life_and_price, named, waits
 from tiers.tuning.search.chain_text import change, name, percent
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.search import Evaluated, Gap, Split, beats, gap
@@ -146,24 +146,17 @@ def comparison(tuned: Tuned) -> str:
     present, best = tuned.judged["present"], tuned.judged["chosen"]
     shown = {"present": present} | ({"best": best} if best.chain != present.chain else {})
     rows = [_COLUMNS, *(_row(label, one) for label, one in shown.items())]
-    head, *lines = aligned(rows)
-    named = zip(lines, shown.values(), strict=True)
-    return "\n".join([head, *(f"{line}\n    {name(one.chain)}" for line, one in named)])
+    return named(rows, [name(one.chain) for one in shown.values()])
 
 
 def _row(label: str, one: Evaluated) -> tuple[str, ...]:
     report = one.report
-    lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
-    price = report.price_per_month
     return (
         label,
-        seconds(report.ttft_mean),
-        seconds(report.ttft_p50),
-        seconds(report.ttft_p99),
+        *waits(report),
         percent(report.tier_hit_tokens / max(1, report.prompt_tokens)),
         percent(report.computed_tokens / max(1, report.prompt_tokens)),
-        f"{min(lives):.2g} y" if lives else "-",
-        "-" if price is None else f"{price:,.0f}",
+        *life_and_price(report),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.tuning.report import aligned, seconds
+from tiers.tuning.report import aligned, life_and_price, named, seconds, waits
 from tiers.tuning.search.budget import TUNED, Budget
 from tiers.tuning.search.chain_text import (
     Reasons,
@@ -33,7 +33,7 @@ def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
     """The comparison, notes and the frontier, for a terminal. `judged_on`: another trace's name."""
     judged = tuned.judged.items()
     rows = [_row(label, one, tuned) for label, one in judged]
-    table = _named([_COLUMNS, *rows], [name(one.chain) for _, one in judged])
+    table = named([_COLUMNS, *rows], [name(one.chain) for _, one in judged])
     parts = [f"{_where(tuned, judged_on)}:\n{table}"]
     if tuned.finalists:
         head = "Finalists, simulated and served with real connectors and stores, on requests"
@@ -56,30 +56,18 @@ def _searched(tuned: Tuned) -> str:
     return f"{first + 1:,} to {last:,}"
 
 
-def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """A table whose rows but the first have a name each, on a line below."""
-    head, *lines = aligned(rows)
-    pairs = (f"{line}\n    {text}" for line, text in zip(lines, names, strict=True))
-    return "\n".join([head, *pairs])
-
-
 def _row(label: str, one: Evaluated, tuned: Tuned) -> tuple[str, ...]:
     report, chosen = one.report, tuned.judged["chosen"]
-    lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
     links = [max(tier.load_busy, tier.store_busy) for tier in report.tiers]
-    price = report.price_per_month
     changed = change(gap(report, chosen.report, tuned.budget), tuned.budget.objective)
     return (
         label,
-        seconds(report.ttft_mean),
-        seconds(report.ttft_p50),
-        seconds(report.ttft_p99),
+        *waits(report),
         "" if one is chosen else changed,
         percent(report.tier_hit_tokens / max(1, report.prompt_tokens)),
         percent(report.gpu_load),
         percent(max(links, default=0.0)),
-        f"{min(lives):.2g} y" if lives else "-",
-        "-" if price is None else f"{price:,.0f}",
+        *life_and_price(report),
     )
 
 
@@ -92,7 +80,7 @@ def _finals(tuned: Tuned) -> str:
         name(one.simulated.chain) + (one.why and f": not served: {one.why}")
         for one in finalists.values()
     ]
-    text = _named([_FINAL_COLUMNS, *rows], names)
+    text = named([_FINAL_COLUMNS, *rows], names)
     if tuned.chosen.chain == chosen.simulated.chain:
         return f"{text}\nNone served better by more than chance: the choice stands."
     now = name(tuned.chosen.chain)
