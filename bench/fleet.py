@@ -30,8 +30,8 @@ from typing import Any
 
 import yaml
 
-from bench.routers import free_port
 from spec.load import load_chain
+from tests.support.servers import free_port
 from tiers.lab.replay import ReplayEngine, ReplayModel
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS = 8, 128, 160

@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any, cast
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
+from tests.support.servers import free_port
 from tiers.lab.replay import ReplayEngine, ReplayModel
 
 MODEL = ReplayModel()
@@ -50,13 +50,6 @@ WITHOUT = (
     f"no Dynamo indexer here: python -m venv V && V/bin/pip install {PACKAGE}, then set "
     f"{PYTHON}=V/bin/python"
 )
-
-
-def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Indexer:

@@ -19,7 +19,8 @@ import yaml
 from spec.chain import ChainSpec
 from tests.engine.vllm.checkpoints import write_model
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
-from tests.support.replay_chains import MODEL, close
+from tests.support.replay_chains import MODEL, close, cpu, disk, redis
+from tests.support.servers import RedisServer
 from tests.support.slow_store import STORES, TroubledStore
 from tiers.connector.policy import request_state
 from tiers.engine.plugin import transfer_config
@@ -49,6 +50,17 @@ def store() -> Iterator[TroubledStore]:
     STORES[:] = [TroubledStore()]
     yield STORES[0]
     STORES[0].close()
+
+
+@pytest.fixture(params=["cpu", "disk", "redis", "all"])
+def tiers(request: Any, tmp_path: Path, shared_server: RedisServer) -> list[dict[str, Any]]:
+    """A tier of one type, and then one of each."""
+    each = {
+        "cpu": cpu(),
+        "disk": disk(tmp_path / "disk"),
+        "redis": redis(shared_server, tmp_path),
+    }
+    return list(each.values()) if request.param == "all" else [each[request.param]]
 
 
 @pytest.fixture(scope="session")

@@ -73,16 +73,6 @@ def finish(engine: ReplayEngine, prompt: list[int]) -> None:
         engine.step()
 
 
-@pytest.fixture(params=["cpu", "disk", "redis", "all"])
-def tiers(request: Any, tmp_path: Path, shared_server: RedisServer) -> list[dict[str, Any]]:
-    each = {
-        "cpu": cpu(),
-        "disk": disk(tmp_path / "disk"),
-        "redis": redis(shared_server, tmp_path),
-    }
-    return list(each.values()) if request.param == "all" else [each[request.param]]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stored_and_being_stored(
     engine: Callable[..., ReplayEngine], tiers: list[dict[str, Any]], ranks: int

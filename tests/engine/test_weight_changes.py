@@ -55,16 +55,6 @@ def change(made: ReplayEngine, shown: list[Shown], weights: int = 1) -> None:
         one.weights = weights
 
 
-@pytest.fixture(params=["cpu", "disk", "redis", "all"])
-def tiers(request: Any, tmp_path: Path, shared_server: RedisServer) -> list[dict[str, Any]]:
-    each = {
-        "cpu": cpu(),
-        "disk": disk(tmp_path / "disk"),
-        "redis": redis(shared_server, tmp_path),
-    }
-    return list(each.values()) if request.param == "all" else [each[request.param]]
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize("on_reset", ["forget", "keep"])
 @pytest.mark.parametrize("ranks", [1, 2])
