@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import threading
+import time
 
 import pytest
 import xxhash
@@ -11,8 +14,10 @@ from hypothesis import strategies as st
 
 from tiers.block import (
     HEADER_BYTES,
+    HELD_BYTES,
     MAX_KEY_BYTES,
     NAMESPACE_BYTES,
+    copy,
     expect,
     namespace,
     pack_header,
@@ -115,3 +120,41 @@ def test_engines_share_a_namespace_only_if_they_agree_on_everything(
     same = namespace(one, rank, 4) == namespace(two, other, 4)
     assert same == ((one, rank) == (two, other))
     assert namespace(one, rank, 4) != namespace(one, rank, 8)
+
+
+@pytest.mark.parametrize("length", [0, 5, HELD_BYTES, HELD_BYTES + 1])
+def test_bytes_are_copied_where_they_fit(length: int) -> None:
+    source, around = os.urandom(length), bytearray(length + 2)
+    target = memoryview(around)[1:-1]
+    copy(target, source)
+    assert around == b"\0" + source + b"\0"
+    with pytest.raises(ValueError):
+        copy(target, source + b"x")
+    with pytest.raises(TypeError):
+        copy(target.toreadonly(), source)
+    assert around == b"\0" + source + b"\0"
+
+
+def test_others_run_while_many_bytes_are_copied() -> None:
+    source, target = bytes(64 << 20), memoryview(bytearray(64 << 20))
+    ran: list[float] = []
+    is_over = False
+
+    def engine() -> None:
+        while not is_over:
+            ran.append(time.perf_counter())
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        for _ in range(100):
+            began = time.perf_counter()
+            copy(target, source)
+            took = time.perf_counter() - began
+            if any(began + took / 4 < moment < began + took * 3 / 4 for moment in ran):
+                return
+            ran.clear()
+        raise AssertionError("the interpreter's lock was held")
+    finally:
+        is_over = True
+        thread.join()

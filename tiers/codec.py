@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import zstandard
 
-from tiers.block import Buffer, address_of
+from tiers.block import Buffer, address_of, copy
 from tiers.errors import OtherFormat, RecordError
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
     if codec == CODECS["none"]:
         if len(stored) != len(payload):
             raise RecordError(f"{len(stored)} bytes for a payload of {len(payload)}")
-        payload[:] = stored
+        copy(payload, stored)
     elif codec == CODECS["zstd"]:
-        payload[:] = _decompress(stored, len(payload))
+        copy(payload, _decompress(stored, len(payload)))
     elif codec == CODECS["byteplanes"]:
         _join(stored, payload)
     else:
@@ -130,7 +130,9 @@ def _join(stored: Buffer, payload: memoryview) -> None:
         raise RecordError(f"{len(data)} stored bytes for a payload of {len(payload)} in planes")
     lower_plane = data[len(data) - rest :]
     upper_plane = _decompress(data[: len(data) - rest], pairs)
-    planes = bytearray(b"".join((upper_plane, lower_plane[:pairs])))
+    planes = bytearray(2 * pairs)
+    for place, plane in enumerate((upper_plane, lower_plane[:pairs])):
+        copy(memoryview(planes)[place * pairs : (place + 1) * pairs], plane)
     for elements, upper, lower in _pieces(payload, planes):
         elements.copy_(upper)
         elements.bitwise_left_shift_(8).bitwise_or_(lower)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from spec.fields import format_size
-from tiers.block import HEADER_BYTES, Checksum, address_of, digest
+from tiers.block import HEADER_BYTES, Checksum, address_of, copy, digest
 from tiers.errors import RecordError, TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.spare_memory import spare_memory
@@ -139,7 +139,7 @@ class Slab:
             for place, (header, payload) in enumerate(zip(headers, payloads, strict=True)):
                 with self._scratch.borrow() as slot:
                     slot[: len(header)] = header
-                    slot[PAGE : PAGE + len(payload)] = payload
+                    copy(slot[PAGE : PAGE + len(payload)], payload)
                     self._write(offset + place * self._size, [slot])
 
     def read(self, number: int, payloads: Sequence[memoryview]) -> list[tuple[bytes, bytes]]:
@@ -167,7 +167,7 @@ class Slab:
     def _read_copied(self, offset: int, payload: memoryview) -> tuple[bytes, bytes]:
         with self._scratch.borrow() as slot:
             self._read(offset, [slot], PAGE + len(payload))
-            payload[:] = slot[PAGE : PAGE + len(payload)]
+            copy(payload, slot[PAGE : PAGE + len(payload)])
             return bytes(slot[:HEADER_BYTES]), digest(payload)
 
     def header(self, number: int) -> bytes:

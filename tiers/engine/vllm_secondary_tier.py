@@ -19,7 +19,6 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -32,7 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier, opens_ours
-from tiers.block import digest
+from tiers.block import copy, digest
 from tiers.concurrency.executors import IoExecutor, io_executor
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
@@ -62,9 +61,6 @@ LOCKS = 8
 """Of a job: so many of its rows may be copied or checksummed at once."""
 LOOKED_UP = 512
 """Blocks of a prompt that are looked up in an index at once."""
-HELD_BYTES = 256 << 10
-"""Bytes of a row that is copied without letting go of the interpreter's lock: the engine's thread
-would have it for a whole step then. A load of 1,024 rows of 64 KiB took 37 ms so, else 67."""
 LOAD_SECONDS = 5.0
 """Seconds after which a block that is still being loaded is a miss."""
 STORE_SECONDS = 10.0
@@ -100,10 +96,7 @@ class RowJob:
         """Copy from or to a row; return whether the job still has it."""
         with self._locks[row % LOCKS]:
             if not self.is_over:
-                if len(source) > HELD_BYTES:
-                    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-                else:
-                    target[:] = source
+                copy(target, source)
             return not self.is_over
 
     def checksum(self, row: int, payload: memoryview) -> bytes:

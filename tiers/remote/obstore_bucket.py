@@ -22,7 +22,7 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore
 
-from tiers.block import Buffer
+from tiers.block import Buffer, copy
 from tiers.errors import TierFull, TierRefused, TierUnavailable, TierUnusable
 from tiers.remote.directory_files import after
 from tiers.remote.packs.bucket import Listed
@@ -287,7 +287,7 @@ def _fill(pieces: Iterable[Buffer], into: Sequence[memoryview]) -> int:
         done += len(data)
         while data and left:
             part, data = data[: len(left[0])], data[len(left[0]) :]
-            left[0][: len(part)] = part
+            copy(left[0][: len(part)], part)
             left = after(left, len(part))
         if not time_left():
             break

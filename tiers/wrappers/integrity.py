@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import cast
 
-from tiers.block import HEADER_BYTES, expect, pack_header, verify
+from tiers.block import HEADER_BYTES, copy, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierError
 from tiers.host.scratch import Scratch
@@ -136,7 +136,7 @@ def _write(block: Block, form: memoryview) -> Block:
     """Write a payload's record; return it as a block."""
     size = len(block.payload)
     form[:HEADER_BYTES] = pack_header(block.key, size, block.payload, checksum=block.checksum)
-    form[HEADER_BYTES : HEADER_BYTES + size] = block.payload
+    copy(form[HEADER_BYTES : HEADER_BYTES + size], block.payload)
     form[HEADER_BYTES + size :] = bytes(len(form) - HEADER_BYTES - size)
     return GatheredBlock(block.key, form, None, block.prefix)
 
@@ -147,7 +147,7 @@ def _take(block: Block, form: memoryview) -> bool:
     try:
         header = expect(form[:HEADER_BYTES], block.key, size)
         # Verified in memory that the store can't reach: it may write on after it has answered.
-        block.payload[:] = form[HEADER_BYTES : HEADER_BYTES + size]
+        copy(block.payload, form[HEADER_BYTES : HEADER_BYTES + size])
         verify(header, block.payload)
     except RecordError:
         return False

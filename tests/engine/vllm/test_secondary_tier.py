@@ -222,14 +222,10 @@ def disk(folder: Path, capacity: str = "8MiB") -> Any:
 GATED = GateSpec(type="gate")
 
 
-@pytest.mark.parametrize("held_bytes", [0, ROW])
 def test_what_host_memory_has_evicted_comes_back(
-    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
+    make: Callable[..., Engine], tmp_path: Path
 ) -> None:
     """And what another engine has stored, as far as host memory has room for it."""
-    from tiers.engine import vllm_secondary_tier
-
-    monkeypatch.setattr(vllm_secondary_tier, "HELD_BYTES", held_bytes)
     engine = make(disk(tmp_path))
     for start in range(0, 16, 4):
         assert engine.store(BLOCKS[start : start + 4], f"stores {start}") == 4
