@@ -131,8 +131,8 @@ def _join(stored: Buffer, payload: memoryview) -> None:
     lower_plane = data[len(data) - rest :]
     upper_plane = _decompress(data[: len(data) - rest], pairs)
     planes = bytearray(2 * pairs)
-    for place, plane in enumerate((upper_plane, lower_plane[:pairs])):
-        copy(memoryview(planes)[place * pairs : (place + 1) * pairs], plane)
+    copy(memoryview(planes)[:pairs], upper_plane)
+    copy(memoryview(planes)[pairs:], lower_plane[:pairs])
     for elements, upper, lower in _pieces(payload, planes):
         elements.copy_(upper)
         elements.bitwise_left_shift_(8).bitwise_or_(lower)
