@@ -10,10 +10,7 @@ import typer
 from tiers.cli.arguments import refused
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from spec.offloading import StoreSpec
-    from tiers.testing.check import Place
 
 MADE_UP = {"path": "", "capacity": "8MiB", "url": "redis://127.0.0.1"}
 """What required keys of these names are, if they are not given; an empty one is a folder's path."""
@@ -49,11 +46,12 @@ def check(
     with TemporaryDirectory(prefix="kvtiers-check-") as folder, ExitStack() as stack:
         spec = _make(tier_type, settings or [], Path(folder))
         try:
-            if tier_type == "redis":
-                served = _on_a_server(spec, Path(folder), stack)
-                place: Place = lambda _: served  # noqa: E731
-            else:
-                place = place_in(spec, Path(folder))
+            place = place_in(spec, Path(folder))
+            if tier_type == "redis":  # the kit's blocks have keys of their own
+                from tiers.lab.try_chain import in_own_place
+
+                served = in_own_place(spec, Path(folder) / "server", stack)
+                place = lambda _: served  # noqa: E731
             for result in run_kit(place, limit):
                 fates[result.fate] += 1
                 is_endless |= result.is_endless
@@ -94,16 +92,3 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
     if not isinstance(spec, StoreSpec):
         raise refused(f"{tier_type}: it keeps blocks in host memory; the kit tries stores")
     return spec
-
-
-def _on_a_server(spec: StoreSpec, folder: Path, stack: ExitStack) -> StoreSpec:
-    """A Redis tier on a server that is started for it; the kit's blocks have keys of their own."""
-    from tiers.lab.server import Server
-
-    place = folder / "server"
-    place.mkdir()
-    server = Server(place, {})
-    stack.callback(server.kill)
-    moved: StoreSpec | None = spec.scratch(place)
-    assert moved is not None
-    return moved

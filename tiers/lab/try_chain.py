@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from spec.registry import package_of
-from tiers.errors import KVTiersError
 from tiers.host.slot_memory import slot_stride
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay.scaling import Tier, moved
 from tiers.lab.server import Server
 from tiers.remote.spec import RedisSpec
 
@@ -39,7 +38,7 @@ def try_chain(chain: ChainSpec, folder: Path) -> list[Seen]:
     empty places below `folder`; the first asks each twice. Raises KVTiersError for a tier that
     can't be moved, or that needs a server which is not installed."""
     with ExitStack() as stack:
-        tiers = tuple(_moved(tier, folder, stack) for tier in chain.tiers)
+        tiers = tuple(_small(tier, folder, stack) for tier in chain.tiers)
         kept = chain.model_fields_set - {"tiers", "staging", "record", "explain", "ghosts", "warm"}
         settings = chain.model_dump(mode="json", include=kept)
         more = {"staging": _HOST_SLOTS * slot_stride(MODEL.payload_bytes), "load_when": "always"}
@@ -52,24 +51,23 @@ def try_chain(chain: ChainSpec, folder: Path) -> list[Seen]:
         return seen
 
 
-def _moved(tier: OffloadingSpec, folder: Path, stack: ExitStack) -> OffloadingSpec:
-    place = folder / tier.tier_name
+def _small(tier: OffloadingSpec, folder: Path, stack: ExitStack) -> OffloadingSpec:
+    found = in_own_place(tier, folder / tier.tier_name, stack)
+    if isinstance(found, HostSpec):
+        most = _HOST_SLOTS * slot_stride(MODEL.payload_bytes)
+        return found.model_copy(update={"capacity": most})
+    if found.capacity_bytes > MOST:
+        return found.model_copy(update={"capacity": MOST})
+    return found
+
+
+def in_own_place(tier: Tier, place: Path, stack: ExitStack) -> Tier:
+    """The tier in a folder that is made for it, a Redis tier on a server there, which ends with the
+    stack. Raises NoServer, CannotReplay."""
     place.mkdir()
     if isinstance(tier, RedisSpec):
         stack.callback(Server(place, {}).kill)
-    moved = tier.scratch(place)
-    if moved is None:
-        package = package_of(tier)
-        raise KVTiersError(
-            f"tier {tier.tier_name}: its type {tier.type}{f' of {package}' if package else ''} "
-            "does not say how it is moved (scratch), and would store where engines find theirs"
-        )
-    if isinstance(moved, HostSpec):
-        most = _HOST_SLOTS * slot_stride(MODEL.payload_bytes)
-        return moved.model_copy(update={"capacity": most})
-    if moved.capacity_bytes > MOST:
-        return moved.model_copy(update={"capacity": MOST})
-    return moved
+    return moved(tier, place)
 
 
 def _run(chain: ChainSpec, rounds: int) -> Seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
@@ -18,6 +18,8 @@ from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import Link, LinkedSpec
 from tiers.remote.spec import RedisSpec
 from tiers.tuning.machine import Machine
+
+Tier = TypeVar("Tier", bound=OffloadingSpec)
 
 NO_DEADLINE = 600.0
 """Seconds of the machine that a verb may take; the trace's time has no deadline."""
@@ -79,7 +81,7 @@ def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) 
     profile = machine.profile(tier.tier_name, tier.type)
     if isinstance(tier, HostSpec):
         room = max(1, scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes))
-        return _moved(tier, places.folder_of(tier)).model_copy(update={"capacity": room})
+        return moved(tier, places.folder_of(tier)).model_copy(update={"capacity": room})
     assert isinstance(tier, StoreSpec)
     change: dict[str, object] = {"deadline": NO_DEADLINE}
     if tier.max_inflight is not None:
@@ -91,23 +93,24 @@ def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) 
     if isinstance(tier, RedisSpec):
         held = profile.capacity if tier.maxmemory is None else tier.maxmemory
         blocks_held = None if held is None else scale.blocks(held, profile.stored_share)
-        moved = _moved(tier, places.redis(blocks_held, scale.payload_bytes))
-        return moved.model_copy(update={**change, "timeout": NO_DEADLINE})
+        served = moved(tier, places.redis(blocks_held, scale.payload_bytes))
+        return served.model_copy(update={**change, "timeout": NO_DEADLINE})
     capacity = getattr(tier, "capacity", None)
     if isinstance(capacity, int):
         blocks = max(1, scale.blocks(capacity, profile.stored_share))
         change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
-    return _moved(tier, places.folder_of(tier)).model_copy(update=change)
+    return moved(tier, places.folder_of(tier)).model_copy(update=change)
 
 
-def _moved(tier: OffloadingSpec, folder: Path) -> OffloadingSpec:
+def moved(tier: Tier, folder: Path) -> Tier:
+    """The tier with its place in an empty folder. Raises CannotReplay."""
     found = tier.scratch(folder)
     if found is None:
         package = package_of(tier)
         raise CannotReplay(
-            f"tier {tier.tier_name}: a replay would store in its own place, where engines find "
-            f"their blocks: its type {tier.type}{f' of {package}' if package else ''} does not say "
-            "how it is moved (scratch). Leave the tier out of the chain"
+            f"tier {tier.tier_name}: its type {tier.type}{f' of {package}' if package else ''} "
+            "does not say how it is moved (scratch), and would store where engines find their "
+            "blocks: leave it out of the chain"
         )
     return found
 
