@@ -196,19 +196,23 @@ class Comparison:
         best: Verdict[P] = Verdict(None)
         cut: dict[int, int] = {}
         slowed: set[int] = set()
+
+        def is_sooner(seconds: float, worth: float) -> bool:
+            return not token_worth or seconds * (1 + MARGIN) < worth
+
         while (plan := propose(cut, None)) is not None:
-            if not plan.parts:
+            if not plan.parts:  # of another connector, whose loads are not measured
                 if best.plan is None or plan.tokens > best.plan.tokens:
                     best = Verdict(plan, 0.0, plan.tokens * token_worth)
                 break
             planned = plan.tokens
             plan = self._shortened(propose, cut, plan, wish) or plan
+            worth = plan.tokens * token_worth
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
-            load, worth = ends[last], plan.tokens * token_worth
-            waits = load + max(self.meters[tier].engine_seconds for tier in ends)
-            pays = load <= wish.left and (not token_worth or load * (1 + MARGIN) < worth)
-            if pays and token_worth and waits * (1 + MARGIN) >= worth:
+            load, beside = ends[last], max(self.meters[tier].engine_seconds for tier in ends)
+            pays = load <= wish.left and is_sooner(load, worth)
+            if pays and not is_sooner(load + beside, worth):
                 slowed.add(last)
             elif pays and (best.plan is None or worth - load > best.saved):
                 best = Verdict(plan, load, worth - load)

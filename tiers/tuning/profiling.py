@@ -21,6 +21,7 @@ from tiers.tuning.machine import TierProfile
 from tiers.wrappers.opening import open_guarded
 
 LEAST_BLOCKS = 8
+TOTAL_BYTES = 256 << 20
 SINGLES = 5
 """Single blocks that are moved for the latency, of which the fastest counts."""
 
@@ -32,18 +33,17 @@ class CannotMeasure(KVTiersError):
 def profile_tiers(
     chain: ChainSpec,
     block_bytes: int,
-    total_bytes: int = 256 << 20,
     live: Collection[str] = (),
     progress: Callable[[str], None] = lambda tier: None,
 ) -> dict[str, TierProfile]:
-    """Measure each tier: `total_bytes` at most (but eight blocks at least) are stored and loaded.
+    """Measure each tier: `TOTAL_BYTES` at most (but eight blocks at least) are stored and loaded.
 
     A store is measured in a place of its own beside the engines'. One of the tiers called `live` is
     measured in the engines' place: it keeps the blocks under keys that nobody else has, evicts as
     much for them if it is full, and drops them. `progress` hears the name of each tier. Raises
     TierUnusable, CannotMeasure; the latter for a tier that can't be moved before any is measured.
     """
-    count = max(LEAST_BLOCKS, total_bytes // block_bytes)
+    count = max(LEAST_BLOCKS, TOTAL_BYTES // block_bytes)
     profiles = {}
     with ExitStack() as places:
         moved = [_moved(tier, live, places) for tier in chain.tiers]
