@@ -6,9 +6,9 @@ import multiprocessing
 import random
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import SkipTest
@@ -19,7 +19,7 @@ from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.store import Clear, Damages, LocalIndex, Measured, Resizable, TierStore, Touch
 from tiers.testing.eviction_tests import EvictionTests
-from tiers.testing.harness import Memory, listed, make_key
+from tiers.testing.harness import Memory, at_once, listed, make_key
 from tiers.testing.memory_tests import MemoryTests
 from tiers.testing.prefix_tests import PrefixTests
 from tiers.testing.scale_tests import ScaleTests
@@ -203,23 +203,9 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
 
     def test_many_threads_at_once(self) -> None:
         kept, dropped = ([make_key() for _ in range(12)] for _ in range(2))
-        wrong: list[str] = []
         with self.opened() as store:
-            barrier = threading.Barrier(6)
-
-            def work(seed: int) -> None:
-                barrier.wait()
-                try:
-                    self._use(store, kept, dropped, random.Random(seed))
-                except Exception:  # noqa: BLE001 - the main thread reports it
-                    wrong.append(traceback.format_exc())
-
-            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not wrong, wrong[0]
+            chances = [random.Random(seed) for seed in range(6)]
+            at_once([partial(self._use, store, kept, dropped, chance) for chance in chances])
             self.put(store, kept + dropped)
             assert self.hits(store, kept + dropped) == [True] * 24
 
@@ -245,11 +231,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
         """However many blocks are put at once, and however little room there is."""
         with self.opened() as store:
             for _ in range(4):
-                keys = [make_key() for _ in range(64)]
-                stored = self.put_some(store, keys)
-                assert listed(store.has(keys)) == stored, "put says True for what it evicted"
-                assert any(stored), "room is made for what is new"
-                assert self.hits(store, keys) == stored
+                self.put_what_has_room(store)
 
     def test_closing_twice_is_harmless(self) -> None:
         store = self.open_store(self.payload_bytes)

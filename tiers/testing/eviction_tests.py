@@ -104,11 +104,7 @@ class EvictionTests(StoreUnderTest):
     def test_a_batch_with_less_room_than_it_needs(self) -> None:
         with self._of_room(LITTLE_ROOM) as store:
             for _ in range(2):
-                keys = [make_key() for _ in range(64)]
-                stored = self.put_some(store, keys)
-                assert listed(store.has(keys)) == stored, "put says True for what it evicted"
-                assert any(stored), "room is made for what is new"
-                assert self.hits(store, keys) == stored
+                stored = self.put_what_has_room(store)
                 if self.evicts_in_order:
                     assert stored == sorted(stored, reverse=True), "a prefix is kept from its head"
 
@@ -155,6 +151,15 @@ class EvictionTests(StoreUnderTest):
                 f"the test gives the store room for {too_much} blocks, too many to try what it "
                 f"evicts: let `open_store` give it room for 64 to {MOST_ROOM}"
             ) from None
+
+    def put_what_has_room(self, store: TierStore) -> list[bool]:
+        """Put 64 blocks at once; which of them are held now, as `put` says."""
+        keys = [make_key() for _ in range(64)]
+        stored = self.put_some(store, keys)
+        assert listed(store.has(keys)) == stored, "put says True for what it evicted"
+        assert any(stored), "room is made for what is new"
+        assert self.hits(store, keys) == stored
+        return stored
 
     @contextmanager
     def _of_room(self, blocks: int) -> Iterator[TierStore]:

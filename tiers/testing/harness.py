@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import SkipTest
@@ -28,6 +30,26 @@ def payload_of(key: bytes, payload_bytes: int, version: int = 0) -> bytes:
     """The bytes that belong to a key: half of them random, half compressible."""
     noise = random.Random(key + bytes([version])).randbytes(payload_bytes // 2)
     return (noise + key * (payload_bytes // len(key) + 1))[:payload_bytes]
+
+
+def at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Make these calls at the same time, each on a thread of its own. Raises AssertionError with
+    the traceback of the first that fails."""
+    barrier, wrong = threading.Barrier(len(calls)), list[str]()
+
+    def work(call: Callable[[], object]) -> None:
+        try:
+            barrier.wait()
+            call()
+        except Exception:  # noqa: BLE001 - the main thread reports it
+            wrong.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
 
 
 class Memory:

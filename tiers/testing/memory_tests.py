@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,16 +54,9 @@ class MemoryTests(StoreUnderTest):
 
     def test_nothing_is_left_behind(self) -> None:
         self._round()
-        files, threads = _at_rest(open_files), _at_rest(threading.active_count)
+        before = _counted()
         self._check_memory(self._round, "closed stores")
-        most = _ROUNDS - 1
-        # A thread or a file may take a moment to end.
-        _settled(lambda: open_files() - files <= most)
-        _settled(lambda: threading.active_count() - threads <= most)
-        more = open_files() - files
-        assert more <= most, f"{more} files or connections are left of closed stores"
-        more = threading.active_count() - threads
-        assert more <= most, f"{more} threads are left of closed stores"
+        _check_left(before, "closed stores")
 
     def test_a_place_that_was_closed_is_let_go(self) -> None:
         """Also what all stores of one place share in this process."""
@@ -73,14 +66,8 @@ class MemoryTests(StoreUnderTest):
                 place.mkdir(0o700)
                 self._open_at(place)
                 if not number:
-                    files, threads = _at_rest(open_files), _at_rest(threading.active_count)
-        most = _ROUNDS - 1
-        _settled(lambda: open_files() - files <= most)
-        _settled(lambda: threading.active_count() - threads <= most)
-        more = open_files() - files
-        assert more <= most, f"{more} files or connections are left of places that were closed"
-        more = threading.active_count() - threads
-        assert more <= most, f"{more} threads are left of places that were closed"
+                    before = _counted()
+        _check_left(before, "places that were closed")
 
     def _open_at(self, place: Path) -> None:
         """Use the store that the spec's `scratch` leads to, and close it."""
@@ -185,8 +172,18 @@ def _at_rest(count: Callable[[], int]) -> int:
     return least
 
 
-def _settled(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 2.0
-    while not is_so() and time.monotonic() < until:
-        gc.collect()
-        time.sleep(0.01)
+_COUNTS = {"files or connections": open_files, "threads": threading.active_count}
+
+
+def _counted() -> dict[str, int]:
+    return {what: _at_rest(count) for what, count in _COUNTS.items()}
+
+
+def _check_left(before: Mapping[str, int], of: str) -> None:
+    """Fewer are left than the rounds since. A thread or a file may take a moment to end."""
+    for what, count in _COUNTS.items():
+        until = time.monotonic() + 2.0
+        while (more := count() - before[what]) >= _ROUNDS and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        assert more < _ROUNDS, f"{more} {what} are left of {of}"

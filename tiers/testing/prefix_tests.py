@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from tiers.store import Block, GatheredBlock, Packs, PacksWindows, Prefix, TierStore, each
-from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
+from tiers.testing.harness import Memory, StoreUnderTest, at_once, listed, make_key
 
 _BYTES = 4096
 _RACES = 12
@@ -83,28 +82,8 @@ class PrefixTests(StoreUnderTest):
             for count in range(4, 4 + _RACES):
                 first = _prompt(count)
                 prompts = [first + _prompt(count) for _ in range(2)]
-                barrier = threading.Barrier(2)
-                wrong: list[str] = []
-
-                def put(
-                    store: TierStore,
-                    keys: Sequence[bytes],
-                    barrier: threading.Barrier = barrier,
-                    wrong: list[str] = wrong,
-                ) -> None:
-                    try:
-                        barrier.wait()
-                        self._put_prompt(store, keys)
-                    except Exception:  # noqa: BLE001 - the main thread reports it
-                        wrong.append(traceback.format_exc())
-
                 stores = zip((one, other), prompts, strict=True)
-                threads = [threading.Thread(target=put, args=pair) for pair in stores]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                assert not wrong, wrong[0]
+                at_once([partial(self._put_prompt, *pair) for pair in stores])
                 for keys in prompts:
                     self._load(one, keys, range(len(keys)))
 
