@@ -183,3 +183,20 @@ def test_orders_of_another_connector_are_refused(worker: MultiWorker) -> None:
         worker.bind_connector_metadata("not ours")
     with pytest.raises(ValueError, match="zip"):
         worker.bind_connector_metadata(MultiConnectorMetadata(("one",), {}))
+
+
+@pytest.mark.parametrize("of_worker", [["cpu"], ["disk", "cpu"], ["cpu", "disk", "more"]])
+def test_a_worker_that_read_another_chain_says_so_before_there_are_requests(
+    of_worker: list[str],
+) -> None:
+    """Each process reads the chain's file, which somebody may change while an engine starts."""
+    scheduler = MultiScheduler([Child("a", []), Child("b", [])], ["cpu", "disk"], "one chain")
+    worker = MultiWorker([Child(name, []) for name in of_worker], of_worker, "another chain")
+    assert not scheduler.has_pending_push_work()
+    scheduler.set_xfer_handshake_metadata({0: MultiHandshakeMetadata((None,), "another chain")})
+    assert scheduler.has_pending_push_work(), "an idle engine makes no step"
+    orders = scheduler.build_connector_meta(IDLE_STEP)
+    for told in (worker.handle_preemptions, worker.bind_connector_metadata):
+        with pytest.raises(ValueError, match=f"tiers cpu, disk, .* {', '.join(of_worker)}:"):
+            told(orders)
+    assert not scheduler.has_pending_push_work()

@@ -97,6 +97,7 @@ class MultiConnectorMetadata:
     number under which the scheduler measures how long the step takes; None: it does not. `weights`:
     orders for looks at the weights. `changes`: of the chain, which come before all else. `pieces`:
     requests that several connectors begin to load, and the paged blocks of each, by its place.
+    `names`: of the children that the orders are for.
     """
 
     metadata: tuple[Any, ...]
@@ -105,6 +106,7 @@ class MultiConnectorMetadata:
     weights: WeightOrders = WeightOrders()  # noqa: RUF009 - it is a constant
     changes: tuple[ChangeOrder, ...] = ()
     pieces: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 @dataclass

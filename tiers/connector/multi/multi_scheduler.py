@@ -132,6 +132,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.explainer = settings.explainer
         self._prompt_tokens = 0
         self._more_saves: dict[str, int] = {}
+        self._has_strangers = False
+        """Whether workers may have another chain, which they find out by their first orders."""
 
     def on_new_request(self, request: Request) -> None:
         """Observers and every child learn of a request before it is first asked for it."""
@@ -264,6 +266,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
         """All children's orders, and, once, the saves to wait for."""
+        self._has_strangers = False
         step = self._requests.begin_step(scheduler_output)
         self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
@@ -274,7 +277,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
         orders = self._agreement.orders(metadata)
-        return MultiConnectorMetadata(metadata, saves, number, orders, changes, pieces)
+        parts = metadata, saves, number, orders, changes, pieces
+        return MultiConnectorMetadata(*parts, self.names)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and reports how long that took."""
@@ -326,6 +330,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def has_pending_push_work(self) -> bool:
         """Also while ranks wait for each other's report on the weights, or a change for them."""
         pending = any(child.has_pending_push_work() for child in self.children)
+        pending |= self._has_strangers  # an engine that is to end does so before it has requests
         changes = self._changes is not None and self._changes.waits
         return self._agreement.waits or changes or pending
 
@@ -448,11 +453,13 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             child.set_xfer_handshake_metadata_pp_aware(shakes)
 
     def _handshakes_of_each(self, metadata: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
-        ours = {
-            worker: whole.metadata
+        wholes = {
+            worker: whole
             for worker, whole in metadata.items()
-            if isinstance(whole, MultiHandshakeMetadata) and whole.chain == self._chain
+            if isinstance(whole, MultiHandshakeMetadata)
         }
+        ours = {w: whole.metadata for w, whole in wholes.items() if whole.chain == self._chain}
+        self._has_strangers = len(ours) < len(wholes)
         for index in range(len(self.children)):
             # A child without any handshake is called too, as an engine would.
             yield {worker: each[index] for worker, each in ours.items() if each[index] is not None}

@@ -91,8 +91,16 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         super().bind_connector_metadata(connector_metadata)
 
     def _follow(self, orders: MultiConnectorMetadata) -> None:
+        """Change the chain as a step orders. Raises ValueError for orders to another chain: each
+        process reads its file, which may be changed while an engine starts."""
         if self._chain_changes is not None:
             self._chain_changes.follow(orders.changes)
+        if orders.names and orders.names != self.names:
+            raise ValueError(
+                f"the scheduler's chain has the tiers {', '.join(orders.names)}, and this worker's "
+                f"has {', '.join(self.names)}: the chain's file was changed while the engine was "
+                "starting, or differs between its hosts; give all the same, and start it again"
+            )
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
