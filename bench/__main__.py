@@ -1,6 +1,6 @@
 """Measure kvtiers beside the hardware and other projects.
 
-python -m bench all --json out.json --plot out.png
+python -m bench all --json out.json
 python -m bench disk remote --folder /mnt/nvme
 """
 
@@ -21,7 +21,6 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("suites", nargs="+", choices=("all", *SUITES))
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="write a picture of the curves to this PNG file")
     parser.add_argument("--compare", type=Path, help="show the rows beside those of this --json")
     parser.add_argument("--folder", type=Path, help="measure disks here, not in a temporary folder")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each case")
@@ -33,7 +32,7 @@ def main() -> None:
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=args.folder) as made:
         scale = Scale(args.smoke, Path(made), args.rounds, args.blocks)
         rows = run(wanted, scale, lambda line: print(line, file=sys.stderr), args.json)
-    show(rows, args.plot, before)
+    show(rows, before)
 
 
 if __name__ == "__main__":

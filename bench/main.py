@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from bench.plot import in_terminal, write_png
+from bench.plot import in_terminal
 from bench.report import (
     COMPARED,
     HEAD,
@@ -77,9 +77,9 @@ def run(
     return rows
 
 
-def show(rows: Sequence[Row], png: Path | None = None, before: Sequence[Row] | None = None) -> None:
+def show(rows: Sequence[Row], before: Sequence[Row] | None = None) -> None:
     """Print the table, what rows off their target did with their time, why others were not
-    measured, what has changed since the run `before`, and the curves; write the picture."""
+    measured, what has changed since the run `before`, and the curves."""
     from rich.console import Console
     from rich.table import Table
 
@@ -100,9 +100,3 @@ def show(rows: Sequence[Row], png: Path | None = None, before: Sequence[Row] | N
         elif row.spent:
             console.print(f"{row.suite}, {row.case}: {spent(row)}", soft_wrap=True)
     print(in_terminal(rows))
-    if png is None:
-        return
-    try:
-        write_png(rows, png)
-    except ValueError as error:
-        console.print(f"{png}: {error}")

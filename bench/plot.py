@@ -1,8 +1,6 @@
-"""The points of a result as plots, in the terminal and as a PNG.
+"""The points of a result as plots in the terminal.
 
-    python -m bench.plot RESULT.json [--png FILE]
-
-The PNG needs matplotlib (the extra `bench`).
+python -m bench.plot RESULT.json
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.report import Row, number, read_json
 
@@ -88,52 +85,14 @@ def _place(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low) if high > low else 0.0
 
 
-def write_png(rows: Sequence[Row], file: Path) -> None:
-    """All plots that there are points for, in one picture. Raises ModuleNotFoundError without
-    matplotlib, ValueError without points."""
-    from matplotlib.figure import Figure
-
-    found = [(plot, lines(rows, name)) for name, plot in PLOTS.items()]
-    found = [(plot, curves) for plot, curves in found if curves]
-    if not found:
-        raise ValueError("there are no points to plot in these rows")
-    high = -(-len(found) // 2)
-    figure = Figure(figsize=(11, 4.2 * high), layout="constrained")
-    for number_, (plot, curves) in enumerate(found, 1):
-        _draw(figure.add_subplot(high, 2, number_), plot, curves)
-    figure.savefig(file, dpi=110)
-
-
-def _draw(axes: Any, plot: Plot, curves: dict[str, Points]) -> None:
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, label=name)
-    axes.set(title=plot.title, xlabel=plot.x_name, ylabel=plot.y_name, xscale="log")
-    axes.set_xticks(xs := sorted({x for points in curves.values() for x, _ in points}))
-    axes.set_xticklabels([plot.x_text(x) for x in xs], fontsize=8)
-    axes.minorticks_off()
-    if plot.log_y:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("result", type=Path, help="what python -m bench --json wrote")
-    parser.add_argument("--png", type=Path, help="also write this picture")
     options = parser.parse_args(arguments)
     try:
-        _, rows = read_json(options.result)
-        print(in_terminal(rows))
-        if options.png is not None:
-            write_png(rows, options.png)
-    except ModuleNotFoundError as error:
-        print(f"{error}: the PNG needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
+        print(in_terminal(read_json(options.result)[1]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         print(f"{options.result}: {error}", file=sys.stderr)
         return 2
