@@ -23,7 +23,7 @@ from typing import Any
 from bench.main import Scale
 from bench.report import Case, Measure
 from spec.offloading import StoreContext
-from tests.support.object_servers import Front, SeaweedCluster, weed
+from tests.support.object_servers import HttpFront, SeaweedCluster, weed
 from tiers.block import digest
 from tiers.host.slot_memory import SlotMemory
 from tiers.remote.object_spec import ObjectSpec
@@ -216,7 +216,7 @@ def _objects(scale: Scale, stack: ExitStack) -> Iterator[Case]:
         with ExitStack() as inner:
             objects = Objects(place, payload_bytes, inner)
             yield from _moves(objects, f"%s blocks of {payload_bytes >> 10} KiB")
-    front = stack.enter_context(Front(cluster.port))
+    front = stack.enter_context(HttpFront(cluster.port))
     for payload_bytes in (2 << 20, 64 << 10):
         with ExitStack() as inner:
             yield from _lookups(cluster, scale, front, payload_bytes)
@@ -237,7 +237,7 @@ def _moves(bench: Bench, what: str) -> Iterator[Case]:
 
 
 def _lookups(
-    cluster: SeaweedCluster, scale: Scale, front: Front, payload_bytes: int
+    cluster: SeaweedCluster, scale: Scale, front: HttpFront, payload_bytes: int
 ) -> Iterator[Case]:
     """By indexes alone: no payload is read."""
     import obstore

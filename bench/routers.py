@@ -21,7 +21,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 from spec.chain import ChainSpec
@@ -73,12 +72,7 @@ class Indexer:
                 time.sleep(0.02)
         raise TimeoutError("the indexer does not answer")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         self._log.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import select
@@ -15,6 +14,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from tests.support.fronts import Front
 
 
 class Authority:
@@ -63,7 +64,7 @@ class Authority:
         return signed.public_bytes(serialization.Encoding.PEM)
 
 
-class TlsFront:
+class TlsFront(Front):
     """Speaks TLS to clients and plain to the server at `port_behind`, byte for byte.
 
     `client_ca`: also asks clients for a certificate. `also_plain`: who does not begin with TLS is
@@ -79,6 +80,7 @@ class TlsFront:
         also_plain: bool = False,
         port: int = 0,
     ) -> None:
+        super().__init__(port)
         self._behind = port_behind
         self._also_plain = also_plain
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -86,37 +88,16 @@ class TlsFront:
         if client_ca is not None:
             self._tls.verify_mode = ssl.CERT_REQUIRED
             self._tls.load_verify_locations(client_ca)
-        self._listener = socket.create_server(("127.0.0.1", port))
-        self.port: int = self._listener.getsockname()[1]
         self.drip: float | None = None
-        self._sockets: list[socket.socket] = [self._listener]
 
-    def __enter__(self) -> TlsFront:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self._sockets.append(client)
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        # `__exit__` may close a socket while `select` is given it, which is then a ValueError.
-        with contextlib.suppress(OSError, ValueError):
-            is_tls = client.recv(1, socket.MSG_PEEK) == b"\x16"
-            if is_tls or not self._also_plain:
-                client = self._tls.wrap_socket(client, server_side=True)
-            server = socket.create_connection(("127.0.0.1", self._behind))
-            self._sockets += [client, server]
-            with client, server:
-                self._pass(client, server)
+    def serve(self, client: socket.socket) -> None:
+        is_tls = client.recv(1, socket.MSG_PEEK) == b"\x16"
+        if is_tls or not self._also_plain:
+            client = self._tls.wrap_socket(client, server_side=True)
+        server = socket.create_connection(("127.0.0.1", self._behind))
+        self._sockets += [client, server]
+        with client, server:
+            self._pass(client, server)
 
     def _pass(self, client: socket.socket, server: socket.socket) -> None:
         # One thread for both ways: two must not use one TLS connection at once.

@@ -9,12 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from tests.support.fronts import Front
 from tests.support.servers import free_port
 
 KEY_ID, SECRET = "kvtiers-test", "s3same-0pen"
@@ -183,12 +182,7 @@ class SeaweedCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -220,7 +214,7 @@ def _pair_of_ports() -> int:
                 return port
 
 
-class Front:
+class HttpFront(Front):
     """Passes requests on to a server, one a connection. What it does to them changes at any time.
 
     `delay`: seconds before each answer. `refuse`: answer with this status, and this code in the
@@ -231,6 +225,7 @@ class Front:
     """
 
     def __init__(self, port: int) -> None:
+        super().__init__()
         self._to = port
         self.delay = 0.0
         self.refuse: tuple[int, str] | None = None
@@ -240,27 +235,14 @@ class Front:
         self.lose_answers_to = b""
         self.rate: float | None = None
         self.requests = 0
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self._closed = False
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._one, args=(connection,), daemon=True).start()
-
-    def _one(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                self._pass_on(connection)
-        except OSError:
-            return  # either side has gone
+    def serve(self, client: socket.socket) -> None:
+        with client:
+            self._pass_on(client)
 
     def _pass_on(self, connection: socket.socket) -> None:
         data = b""
@@ -323,16 +305,3 @@ class Front:
             if not more:
                 return
             left -= len(more)
-
-    def __enter__(self) -> Front:
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closed = True
-        self._listening.close()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import redis
 
+from tests.support.fronts import Front
 from tests.support.servers import START_LIMIT, RedisServer, binaries, free_port
 
 SLOTS = 16384
@@ -155,7 +156,7 @@ class Sentinel:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class Link:
+class Link(Front):
     """Passes bytes between clients and a server, until told to do it badly.
 
     `drip`: seconds between single bytes of what the server says; `rate`: how many bytes of it pass
@@ -164,9 +165,8 @@ class Link:
     """
 
     def __init__(self, server: RedisServer) -> None:
+        super().__init__()
         self._server = server
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
         self.drip: float | None = None
         self.rate: float | None = None
         self.passed = 0
@@ -174,8 +174,6 @@ class Link:
         self.stall_after: int | None = None
         # Without it a stalled reply that is passed meanwhile could undo what `heal` does.
         self._lock = threading.Lock()
-        self.accepted = 0
-        self._sockets: list[socket.socket] = [self._listener]
 
     @property
     def url(self) -> str:
@@ -186,28 +184,15 @@ class Link:
         with self._lock:
             self.drip = self.rate = self.cut_after = self.stall_after = None
 
-    def __enter__(self) -> Link:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._sockets:
-            each.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.accepted += 1
-                self._sockets.append(client)
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._server.port))
-                except OSError:
-                    client.close()
-                    continue
-                self._sockets.append(server)
-                for work in (self._ask, self._answer):
-                    threading.Thread(target=work, args=(client, server), daemon=True).start()
+    def serve(self, client: socket.socket) -> None:
+        try:
+            server = socket.create_connection(("127.0.0.1", self._server.port))
+        except OSError:
+            client.close()
+            return
+        self._sockets.append(server)
+        threading.Thread(target=self._ask, args=(client, server), daemon=True).start()
+        self._answer(client, server)
 
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ obstore = pytest.importorskip("obstore")
 from spec.offloading import StoreContext  # noqa: E402
 from tests.support.clock import Clock, wait_for  # noqa: E402
 from tests.support.filling import AT_ONCE, fill_by_processes  # noqa: E402
-from tests.support.object_servers import NO_LISTS, Front, SeaweedCluster, weed  # noqa: E402
+from tests.support.object_servers import NO_LISTS, HttpFront, SeaweedCluster, weed  # noqa: E402
 from tiers.errors import TierUnavailable  # noqa: E402
 from tiers.remote import object_upkeep  # noqa: E402
 from tiers.remote.lease import WATCH_BEATS, Lease  # noqa: E402
@@ -47,8 +47,8 @@ def cluster() -> Iterator[SeaweedCluster]:
 
 
 @pytest.fixture
-def front(cluster: SeaweedCluster) -> Iterator[Front]:
-    with Front(cluster.port) as between:
+def front(cluster: SeaweedCluster) -> Iterator[HttpFront]:
+    with HttpFront(cluster.port) as between:
         yield between
 
 
@@ -173,7 +173,7 @@ def test_a_volume_that_is_killed_is_not_missed_where_there_is_another(tmp_path: 
 
 @pytest.mark.fault
 def test_a_storm_of_refusals_is_not_fed(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     store = opened(cluster.settings(tmp_path, front.endpoint))
     keys, blocks = prompt(store, 64)
@@ -196,7 +196,7 @@ def test_a_storm_of_refusals_is_not_fed(
 
 @pytest.mark.fault
 def test_a_request_that_is_refused_once_is_sent_again(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     store = opened(cluster.settings(tmp_path, front.endpoint))
     keys, blocks = prompt(store, 8)
@@ -208,7 +208,9 @@ def test_a_request_that_is_refused_once_is_sent_again(
 
 
 @pytest.mark.fault
-def test_half_an_upload_is_no_pack(cluster: SeaweedCluster, front: Front, tmp_path: Path) -> None:
+def test_half_an_upload_is_no_pack(
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
+) -> None:
     store = opened(cluster.settings(tmp_path, front.endpoint))
     keys, blocks = prompt(store, 16)
     front.upload_limit = 8 * PAYLOAD
@@ -224,7 +226,7 @@ def test_half_an_upload_is_no_pack(cluster: SeaweedCluster, front: Front, tmp_pa
 
 @pytest.mark.fault
 def test_an_upload_whose_answer_is_lost_is_whole_and_found(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     store = opened(cluster.settings(tmp_path, front.endpoint))
     keys, blocks = prompt(store, 16)
@@ -254,7 +256,7 @@ def test_credentials_that_expire_are_read_again(cluster: SeaweedCluster, tmp_pat
 
 @pytest.mark.fault
 def test_a_clock_that_is_apart_is_named_and_costs_misses(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     """Nothing of ours looks at a clock; a server that refuses ours says so."""
     store = opened(cluster.settings(tmp_path, front.endpoint))
@@ -270,7 +272,7 @@ def test_a_clock_that_is_apart_is_named_and_costs_misses(
 
 @pytest.mark.fault
 def test_a_throttled_link_ends_a_verb_in_time(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     store = opened(cluster.settings(tmp_path, front.endpoint), timeout="1s")
     keys, blocks = prompt(store, 64)
@@ -287,7 +289,7 @@ def test_a_throttled_link_ends_a_verb_in_time(
 
 @pytest.mark.fault
 def test_a_server_that_hangs_ends_a_verb_in_time(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     store = opened(cluster.settings(tmp_path, front.endpoint), timeout="1s")
     front.delay = 60.0
@@ -397,7 +399,7 @@ def test_of_those_that_would_take_the_lease_one_does(
 
 @pytest.mark.fault
 def test_a_refused_delete_is_named_and_many_are_one_request(
-    cluster: SeaweedCluster, front: Front, tmp_path: Path
+    cluster: SeaweedCluster, front: HttpFront, tmp_path: Path
 ) -> None:
     settings = {**cluster.settings(tmp_path, front.endpoint), "url": "s3://blocks/refused"}
     plain = opened({**cluster.settings(tmp_path), "url": "s3://blocks/refused"})
