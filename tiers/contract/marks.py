@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from tiers.contract.protocols import Request
@@ -17,8 +19,9 @@ class MediaMark:
     """What a request's media add to its keys. `shared`: False once it is in doubt what
     its KV was computed from; then nothing of it may be stored.
 
-    `steps`: for each medium the place of its first token and the mark of all blocks that end
-    behind it, up to the next one's. Blocks before the first medium are those of its tokens alone.
+    `steps`: for each medium, in the order of the prompt, the place of its first token and the mark
+    of all blocks that end behind it, up to the next one's. Blocks before the first medium are those
+    of its tokens alone.
     """
 
     steps: list[tuple[int, bytes]] = field(default_factory=list)
@@ -26,13 +29,17 @@ class MediaMark:
 
     def spans(self, blocks: range, block_tokens: int) -> Iterator[tuple[range, bytes]]:
         """These blocks in runs of one mark each."""
-        start, mark = blocks.start, b""
-        for token, following in self.steps:
+        start = blocks.start
+        # Asked for each new block of an answer: a prompt of 128k tokens may have as many steps.
+        at = bisect_left(self.steps, (start + 1) * block_tokens, key=itemgetter(0))
+        mark = self.steps[at - 1][1] if at else b""
+        while at < len(self.steps) and start < blocks.stop:
+            token, following = self.steps[at]
             first = min(token // block_tokens, blocks.stop)
             if first > start:
                 yield range(start, first), mark
                 start = first
-            mark = following
+            mark, at = following, at + 1
         if start < blocks.stop:
             yield range(start, blocks.stop), mark
 
