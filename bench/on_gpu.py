@@ -48,10 +48,9 @@ def parts(folder: Path) -> list[Part]:
     # Of tests/conftest.py they need nothing, and that needs servers.
     quiet = ["-q", "--noconftest", "-p", "no:cacheprovider", "-p", "bench.device_cases"]
     tests = [python, "-m", "pytest", *quiet, "tests/gpu"]
-    command = "from tiers.cli.main import main; main()"
     copies, suite = folder / "copies.json", folder / "suite.json"
     peers = [python, "-m", "bench.gpu_peers", str(copies)]
-    bench = [python, "-c", command, "bench", "gpu", "--rounds", "3", "--json", str(suite)]
+    bench = [python, "-m", "bench", "gpu", "--rounds", "3", "--json", str(suite)]
     checker = sanitizer()
     return [
         Part("tests", tests, 120),
