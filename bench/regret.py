@@ -10,7 +10,6 @@ those that break a constraint on the second half all the same are left out.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.report import in_lines
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.search.budget import Budget
@@ -161,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *found["broken"],
                 flush=True,
             )
-            data = {"trace": options.trace.name, "requests": len(requests), "rows": rows}
-            options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            head = {"trace": options.trace.name, "requests": len(requests)}
+            options.json.write_text(in_lines(head, rows), encoding="utf-8")
     return 0
 
 

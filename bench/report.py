@@ -169,8 +169,13 @@ def _cpu_name() -> str:
 
 def write_json(path: Path, rows: Iterable[Row]) -> None:
     """Write the rows for `read_json`, a line each: {"machine": {...}, "rows": [...]}."""
-    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-    path.write_text(f'{{"machine": {json.dumps(machine())},\n"rows": [\n{lines}\n]}}\n')
+    path.write_text(in_lines({"machine": machine()}, map(asdict, rows)))
+
+
+def in_lines(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
+    """The JSON of `head` with these `rows`, each on a line of its own."""
+    lines = ",\n".join(map(json.dumps, rows))
+    return f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n'
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
