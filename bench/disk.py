@@ -8,10 +8,15 @@ process with a limit of memory (`bench.squeezed`).
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from bench import lmcache
 from bench.blocks import both_ways, sizes
@@ -28,6 +33,9 @@ from tiers.disk.spec import DiskSpec
 
 FILES = "file per block"
 IOS: tuple[Io, ...] = "buffered", "direct"
+LAUNCHES = 10_000
+ODD = 61 * 16 * 576 * 2
+"""Bytes of a block of 16 tokens of DeepSeek V3, which are no whole number of pages."""
 
 
 @contextmanager
@@ -49,6 +57,10 @@ def _all(scale: Scale) -> Generator[Case, None, None]:
     for part in parts:
         with _bench(scale, count, size, BATCHES) as bench:
             yield from part(bench)
+    for io in IOS if direct else IOS[:1]:
+        for payload_bytes in (size, ODD):
+            with _bench(scale, count, payload_bytes, BATCHES) as bench:
+                yield from _beside_an_engine(bench, io)
     yield from _by_block_size(scale, direct)
     yield from index_cases(scale)
 
@@ -191,6 +203,40 @@ def _direct(bench: Bench) -> Iterator[Case]:
     limit = bench.rate(lambda: raw.load(bench.payloads))
     yield _case(bench, "load, direct", 0.9, bench.rate(tier.load), limit)
     yield from _synced(bench, "direct")
+
+
+def _beside_an_engine(bench: Bench, io: Io) -> Iterator[Case]:
+    """Small operations, as an engine's thread launches in an eager step, beside stores: whoever has
+    the interpreter's lock, or a processor, keeps that thread waiting."""
+    tier, small = bench.tier(io), torch.zeros(8)
+
+    def takes(store: Callable[[], object] | None) -> float:
+        """Milliseconds."""
+        is_over = threading.Event()
+
+        def go_on() -> None:
+            while store is not None and not is_over.is_set():
+                store()
+
+        with ThreadPoolExecutor(1) as pool:
+            stores = pool.submit(go_on)
+            try:
+                began = time.perf_counter()
+                for _ in range(LAUNCHES):
+                    small.add_(1)
+                return 1e3 * (time.perf_counter() - began)
+            finally:
+                is_over.set()
+                stores.result()
+
+    yield Case(
+        "disk",
+        f"an engine's launches, {LAUNCHES:,}, beside stores, {io}, of {bench.payload_bytes:,} B",
+        "ms",
+        lambda: takes(tier.store),
+        limit=lambda: takes(None),
+        target=0.8,
+    )
 
 
 def _synced(bench: Bench, io: Io = "buffered") -> Iterator[Case]:
