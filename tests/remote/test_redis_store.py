@@ -10,7 +10,8 @@ import multiprocessing
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,25 @@ def test_a_refused_password_is_unavailable_and_never_shown(
         assert guarded.has([make_key()]) == [False]
         assert SECRET not in shown_by(caught.value, caplog.text)
         assert "remote: reads are down" in caplog.text
+
+
+@pytest.mark.fault
+def test_a_password_that_changes_while_an_engine_serves_is_read_again(tmp_path: Path) -> None:
+    file, key = tmp_path / "password", make_key()
+    file.write_text("first")
+    server = RedisServer(binaries()["valkey"], password="first")
+    with server, opened(server.url, password={"file": str(file)}) as store:
+        assert put(store, key) == [True]
+        client = server.client()
+        client.config_set("requirepass", "second")
+        client.client_kill_filter(_type="normal", skipme=True)
+        for _ in range(2):  # the file comes later
+            with pytest.raises(TierUnavailable, match="refused the user or password"):
+                store.has([key])
+        file.write_text("second")
+        with suppress(TierUnavailable):
+            store.has([key])
+        assert get(store, key) == [True]
 
 
 def test_a_server_that_wants_a_password_and_gets_none_is_unavailable(

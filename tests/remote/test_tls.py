@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,54 @@ def test_unverified_tls_works_and_is_said_loudly(
     assert [r.levelno for r in caplog.records if "verify is false" in r.message] == [
         logging.WARNING
     ]
+
+
+@pytest.mark.fault
+def test_an_authority_that_changes_while_an_engine_serves_is_read_again(
+    shared_server: RedisServer, ours: Authority, strangers: Authority, tmp_path: Path
+) -> None:
+    file, key = tmp_path / "ca.pem", make_key()
+    file.write_bytes(ours.ca_file.read_bytes())
+    settings: dict[str, Any] = {"timeout": "2s", "tls": {"ca_file": str(file)}}
+    with (
+        TlsFront(shared_server.port, ours.certify("127.0.0.1")) as front,
+        opened(url_of(front), **settings) as store,
+    ):
+        assert put(store, key) == [True]
+        front.show(strangers.certify("127.0.0.1"))
+        shared_server.client().client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(TierUnavailable, match="certificate is not accepted"):
+            store.has([key])
+        file.write_bytes(strangers.ca_file.read_bytes())
+        with suppress(TierUnavailable):
+            store.has([key])
+        assert get(store, key) == [True]
+
+
+@pytest.mark.fault
+def test_a_certificate_of_ours_that_is_renewed_is_read_again(
+    shared_server: RedisServer, ours: Authority, strangers: Authority, tmp_path: Path
+) -> None:
+    files = tmp_path / "tls.crt", tmp_path / "tls.key"
+
+    def write(authority: Authority) -> None:
+        for file, made in zip(files, authority.certify("engine"), strict=True):
+            file.write_bytes(made.read_bytes())
+
+    write(strangers)
+    named = {"cert_file": str(files[0]), "key_file": str(files[1])}
+    settings: dict[str, Any] = {"timeout": "2s", "tls": {"ca_file": str(ours.ca_file), **named}}
+    certificate, key = ours.certify("127.0.0.1"), make_key()
+    with (
+        TlsFront(shared_server.port, certificate, client_ca=ours.ca_file) as front,
+        opened(url_of(front), **settings) as store,
+    ):
+        with pytest.raises(TierUnavailable):
+            store.has([key])
+        write(ours)
+        with suppress(TierUnavailable):
+            store.has([key])
+        assert put(store, key) == [True]
 
 
 def test_client_certificates(

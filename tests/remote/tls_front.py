@@ -90,6 +90,10 @@ class TlsFront(Front):
             self._tls.load_verify_locations(client_ca)
         self.drip: float | None = None
 
+    def show(self, certificate: tuple[Path, Path]) -> None:
+        """Have this certificate from the next connection on."""
+        self._tls.load_cert_chain(*certificate)
+
     def serve(self, client: socket.socket) -> None:
         is_tls = client.recv(1, socket.MSG_PEEK) == b"\x16"
         if is_tls or not self._also_plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import threading
@@ -20,6 +21,10 @@ from tiers.remote.url import Endpoint, RedisUrl
 
 LEAST_WAIT = 0.001
 """Seconds for each further address of a host once the time is over: enough to be refused."""
+
+
+_CERTIFICATE = re.compile(r"certificate|_ssl\.c")
+"""In our words for one that is not taken; of ours a server may say so, or just hang up."""
 
 
 class ConnectionSettings(NamedTuple):
@@ -111,11 +116,20 @@ class Pools:
 
 def reason(error: Exception) -> str:
     """Return an error's text, without what may hold a password."""
-    text = str(error)
     # A server may quote the AUTH it did not understand, password and all.
-    if isinstance(error, AuthenticationError) or "AUTH" in text:
+    if _is_refused(error):
         return "the server refused the user or password"
-    return text or type(error).__name__
+    return str(error) or type(error).__name__
+
+
+def is_of_files(error: Exception) -> bool:
+    """Return whether one side did not take the other's password or certificate: files of ours may
+    have changed since they were read."""
+    return _is_refused(error) or _CERTIFICATE.search(str(error)) is not None
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(error, AuthenticationError) or "AUTH" in str(error)
 
 
 class _CurrentDeadline(threading.local):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
@@ -18,9 +18,16 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import OtherFormat, RecordError, TierUnavailable, TierUnusable
 from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
-from tiers.remote.pools import ConnectionSettings, reason
+from tiers.remote.pools import ConnectionSettings, is_of_files, reason
 from tiers.remote.stream import Deadline, ServerError, Stream, each_command, read_flags
-from tiers.remote.topology import FAILURES, Kind, Operation, open_topology
+from tiers.remote.topology import (
+    FAILURES,
+    Cluster,
+    Kind,
+    OneMaster,
+    Operation,
+    open_topology,
+)
 from tiers.store import Block, PutCounts
 
 logger = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ class RedisStore:
 
     def __init__(
         self,
-        settings: ConnectionSettings,
+        settings: Callable[[], ConnectionSettings],
         payload_bytes: int,
         encoder: Encoder,
         *,
@@ -63,19 +70,21 @@ class RedisStore:
         timeout: float,
         ttl: float | None,
     ) -> None:
-        """`timeout` and `ttl` are in seconds. Connects to nothing. Raises TierUnusable."""
+        """`settings` reads the files of passwords and certificates: now, and again where they are
+        refused. `timeout` and `ttl` are in seconds. Connects to nothing. Raises TierUnusable."""
         if HEADER_BYTES + payload_bytes > MAX_VALUE_BYTES:
             raise TierUnusable(
                 f"blocks of {payload_bytes} bytes; with a header of {HEADER_BYTES} bytes they "
                 f"must fit in a Redis value of {MAX_VALUE_BYTES}"
             )
         self._payload_bytes = payload_bytes
-        self._place = str(settings.url)
+        self._read_settings, self._settings = settings, settings()
+        self._place = str(self._settings.url)
         self._encoder = encoder
         self._timeout = timeout
         self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
         self._prefix = key_prefix.encode() + b":"
-        self._topology = open_topology(settings, timeout)
+        self._topology = open_topology(self._settings, timeout)
         self._window = Window()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, self._place, "values of another version were met")
@@ -239,11 +248,24 @@ class RedisStore:
     ) -> None:
         if not names:
             return
+        topology = self._topology
         try:
-            self._topology.dispatch(names, kind, operation, deadline)
+            topology.dispatch(names, kind, operation, deadline)
         except FAILURES as error:
+            if is_of_files(error):
+                self._renew(topology)
             # Not chained: a traceback would print the server's text, which `reason` masks.
             raise TierUnavailable(f"{self._place}: {reason(error)}") from None
+
+    def _renew(self, refused: OneMaster | Cluster) -> None:
+        """Read the files again, and connect with what they have from now on, unless it is the same.
+        Verbs in flight end over the connections that they have."""
+        with suppress(TierUnusable):  # one is being replaced
+            settings = self._read_settings()
+            is_other = settings.url != self._settings.url or settings.tls is not None
+            if is_other and self._topology is refused:
+                self._settings = settings
+                self._topology = open_topology(settings, self._timeout)
 
 
 def _answers(stream: Stream, most: int) -> list[bool]:

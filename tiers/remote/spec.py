@@ -127,10 +127,12 @@ class RedisSpec(StoreSpec):
         default=None,
         validate_default=True,
         description="Where to read the password: {file: /run/secrets/redis} or "
-        "{env: REDIS_PASSWORD}.",
+        "{env: REDIS_PASSWORD}. A file is read again when the server refuses what was read.",
     )
     tls: TlsSpec | None = Field(
-        default=None, description="Settings of TLS, optional; allowed with a rediss URL only."
+        default=None,
+        description="Settings of TLS, optional; allowed with a rediss URL only. Files are read "
+        "again when a certificate is refused.",
     )
     ttl: Duration | None = Field(
         default=None,
@@ -187,7 +189,7 @@ class RedisSpec(StoreSpec):
         from tiers.remote.redis_store import RedisStore
 
         return RedisStore(
-            self.connection(),
+            self.connection,
             site.payload_bytes,
             Encoder(self.codec, self.tier_name),
             key_prefix=self.key_prefix,
