@@ -24,7 +24,8 @@ class WorkerHandshake:
     `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
     engine finds. `payload_bytes`: bytes of one block.
     `host`: see `EngineInfo`. `slots`: how many it has; None: as many as the chain asks for.
-    `shortage`: why it has no memory for the host tiers; empty: it has.
+    `shortage`: why it has no memory for the host tiers; empty: it has. `weights`: what names the
+    model's weights to other engines; empty: not known.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class WorkerHandshake:
     host: str = ""
     slots: int | None = None
     shortage: str = ""
+    weights: str = ""
 
 
 class StoreItem(NamedTuple):

@@ -306,13 +306,13 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         found = super().get_external_cache_hit_sources(request, num_external_tokens)
         return {CacheHitSource(source): tokens for source, tokens in found.items()}
 
-    def may_report(self, request: Request) -> bool:
-        """Of several chains of one engine the first: vLLM's MultiConnector ends the engine where
-        two connectors set one parameter."""
-        may = request not in _REPORTED and super().may_report(request)
-        if may:
+    def entry_of_response(self, request: Request, cached: Mapping[str, int]) -> dict[str, Any]:
+        """Of several chains of one engine that of the first: vLLM's MultiConnector ends the engine
+        where two connectors set one parameter."""
+        entry = {} if request in _REPORTED else super().entry_of_response(request, cached)
+        if entry:
             _REPORTED.add(request)
-        return may
+        return entry
 
     def take_events(self) -> Iterator[Any]:
         return self._as_vllm(super().take_events())

@@ -16,6 +16,7 @@ from typing import Any
 from bench.apart import TO_PREFILL
 from tests.engine.conftest import do_job
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS
+from tests.support.clock import wait_for
 from tests.support.servers import free_port
 
 START_LIMIT = 240.0
@@ -67,6 +68,9 @@ class Node:
         self._path.unlink(missing_ok=True)
         job = {"engine": engine, "env": over_tcp(), "log": str(self.log)}
         self._process = int(do_job(jobs, {**job, "serves": str(self._path)}))
+
+    def wait_until_it_runs(self) -> None:
+        wait_for(lambda: self._path.exists() or self._has_ended(), seconds=START_LIMIT)
 
     def connect(self) -> None:
         """Wait until it answers."""

@@ -4,6 +4,7 @@ each block is stored once, where it is computed."""
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -42,14 +43,24 @@ Start = Callable[..., Apart]
 @pytest.fixture
 def start(vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
     """Start a prefill and a decode node with paged KV of so many blocks, and a KV transfer
-    config of each."""
+    config of each. `change`: is called with the model's folder between the two starts."""
     nodes: list[Node] = []
     pairs: list[Apart] = []
 
-    def both(blocks: tuple[int, int], *configs: dict[str, Any]) -> Apart:
+    def both(
+        blocks: tuple[int, int],
+        *configs: dict[str, Any],
+        change: Callable[[Path], object] | None = None,
+    ) -> Apart:
+        model = tiny_llama
+        if change is not None:
+            model = shutil.copytree(tiny_llama, tmp_path / "model")
         for role, size, config in zip(("prefill", "decode"), blocks, configs, strict=True):
             tokens = min(1024, (min(blocks) - 1) * BLOCK_TOKENS)
-            nodes.append(Node(vllm_jobs, tiny_llama, tmp_path / role, config, size, tokens))
+            nodes.append(Node(vllm_jobs, model, tmp_path / role, config, size, tokens))
+            if change is not None and role == "prefill":
+                nodes[-1].wait_until_it_runs()
+                change(model)
         pairs.append(Apart(*nodes))
         return pairs[-1]
 
@@ -207,6 +218,27 @@ def test_each_side_and_the_server_are_killed_and_started_and_no_other_request_fa
 
     # What a node that died has not pulled is kept for as long as its lease, of 30 seconds.
     wait_for(lambda: kept() == [0, 0], seconds=120)
+
+
+def test_behind_kv_of_other_weights_nothing_is_stored(
+    start: Start, shared_server: RedisServer, tmp_path: Path
+) -> None:
+    """NIXL compares the model's path alone."""
+    from safetensors.torch import load_file, save_file
+
+    def change(model: Path) -> None:
+        (file,) = model.glob("*.safetensors")
+        save_file({name: one * 0.9 for name, one in load_file(file).items()}, file)
+
+    config = apart({"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)})
+    pair = start((26, 26), config, config, change=change)
+    first = pair.prefill.ask(documents(1, SAID, 1)[0], 1, TO_PREFILL)
+    assert first["params"]["kvtiers"]["weights"]
+    pair.decode.ask(documents(1, SAID, 1)[0], ANSWER, first["params"])
+    stored = [node.measured()["tiers"]["ours/redis"]["stored_blocks"] for node in pair.nodes]
+    assert stored[0] > 0 and stored[1] == 0
+    pair.decode.ask(documents(1, SAID, 2)[0], ANSWER, {})
+    assert pair.decode.measured()["tiers"]["ours/redis"]["stored_blocks"] > 0
 
 
 def loaded(measured: dict[str, Any]) -> float:

@@ -50,9 +50,12 @@ def test_of_two_chains_one_reports_what_a_request_had_cached() -> None:
     first, second = (object.__new__(SchedulerHalf) for _ in range(2))
     first._reports_cached = second._reports_cached = True
     request: Any = Asked()
-    assert first.may_report(request) and not second.may_report(request)
+    entry = {"cached_tokens": {"cpu": 8}}
+    assert first.entry_of_response(request, {}) == {}
+    assert first.entry_of_response(request, {"cpu": 8}) == entry
+    assert second.entry_of_response(request, {"cpu": 8}) == {}
     other: Any = Asked()
-    assert second.may_report(other)
+    assert second.entry_of_response(other, {"cpu": 8}) == entry
 
 
 def members(base: type) -> dict[str, Any]:

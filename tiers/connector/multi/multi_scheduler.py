@@ -31,7 +31,7 @@ from tiers.connector.policy.choice import (
 )
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.request_params import CACHED, KEY
+from tiers.connector.policy.request_params import CACHED, KEY, WEIGHTS
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
@@ -394,8 +394,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             merged: dict[str, Any] | None = None
             for params in (params for _, params in answers if params is not None):
                 merged = merge_parameters(merged or {}, params)
-            if merged is None and request_state is not None and request_state.cached:
-                merged = {KEY: {CACHED: request_state.cached}} if self.may_report(request) else None
+            cached = {} if merged or request_state is None else request_state.cached
+            if entry := self.entry_of_response(request, cached):
+                merged = merge_parameters(merged or {}, {KEY: entry})
         finally:
             if self._sharing is not None and request_state is not None:
                 self._sharing.ends(request_state)
@@ -410,12 +411,16 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._more_saves[request.request_id] = saving - 1
         return saving > 0, merged
 
-    def may_report(self, request: Request) -> bool:
-        """Whether the response may have an entry of ours: not where it has those of another
-        connector, which a proxy takes for its own."""
+    def entry_of_response(self, request: Request, cached: Mapping[str, int]) -> dict[str, Any]:
+        """Our entry of a response's parameters: what is `cached`, but not beside parameters of
+        another connector, which a proxy takes for its own. To one whose KV another node takes: what
+        names the weights, since that node stores what it computes behind it."""
         params = getattr(request, "kv_transfer_params", None)
+        if isinstance(params, Mapping) and params.get("do_remote_decode"):
+            weights = self._requests.weights
+            return {WEIGHTS: weights} if weights else {}
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
-        return self._reports_cached and is_ours
+        return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}
 
     def stats_by_child(self) -> dict[str, Any]:
         """As of any connector; the table of requests and the observers add theirs."""

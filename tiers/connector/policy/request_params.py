@@ -24,6 +24,10 @@ HINTS = "hints"
 CACHED = "cached_tokens"
 """The entry that a response has in it: tokens of the prompt that each tier loaded, by its name. A
 proxy may send a response's entries on as a request's."""
+WEIGHTS = "weights"
+"""The entry of a response whose KV another node takes, and of that node's request: what names the
+weights that computed it."""
+NO_LIMITS = (HINTS, CACHED, WEIGHTS)
 KV_HINT = "kv_hint"
 """The entry of `kv_transfer_params` in which Dynamo passes its envelope on to an engine."""
 VERSION = "1"
@@ -218,7 +222,7 @@ class LimitsReader:
         """
         entry, limits = entry_of(request), UNLIMITED
         if isinstance(entry, dict) and len(entry) <= MAX_ITEMS:
-            entry = {key: value for key, value in entry.items() if key not in (HINTS, CACHED)}
+            entry = {key: value for key, value in entry.items() if key not in NO_LIMITS}
         if entry is not None:
             found = _validated(RequestLimits, entry, KEY)
             if isinstance(found, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -9,13 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spec.chain import StoreScope
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
     NO_HINTS,
+    WEIGHTS,
     HintReader,
     Hints,
     LimitsReader,
     RequestLimits,
+    entry_of,
 )
 from tiers.connector.policy.tenant_counts import TenantCounts
 from tiers.contract.block_groups import BlockGroups
@@ -31,6 +35,8 @@ from tiers.contract.protocols import (
     SchedulerOutput,
 )
 from tiers.contract.stats import CHAIN
+
+logger = logging.getLogger(__name__)
 
 NO_BLOCKS = range(0)
 
@@ -164,9 +170,34 @@ class RequestTable:
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
         it has none of other weights."""
         self._limits = LimitsReader()
+        self._weights = ""
+        self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def know_weights(self, weights: str) -> None:
+        """What names the engine's weights is known; empty: not to this tier."""
+        if weights and weights != self._weights:
+            self._weights = weights
+            for request_state in self._states.values():
+                request_state.may_store &= self._is_of_these_weights(request_state.request)
+
+    @property
+    def weights(self) -> str:
+        """What names the weights of this generation to other nodes; empty: not known."""
+        return self._weights and self._weights + self.generation.tag.hex()
+
+    def _is_of_these_weights(self, request: Request) -> bool:
+        """Whether what is computed for a request is of this generation's weights alone, as far as
+        the node says that sends a part of its KV."""
+        entry, ours = entry_of(request), self.weights
+        sent = entry.get(WEIGHTS) if isinstance(entry, Mapping) else None
+        if sent is None or not ours or sent == ours:
+            return True
+        line = "request %s: nothing of it is stored, since another node sent KV of other weights"
+        self._others.log(line, request.request_id)
+        return False
 
     def retune(self, max_wait: float, store: StoreScope) -> None:
         """Requests that come from now on may wait so long, and store that."""
@@ -210,7 +241,7 @@ class RequestTable:
                 self.engine.marks.of(request),
                 self.engine.media.of(request),
                 budget,
-                may_store=limits.store is not False,
+                may_store=limits.store is not False and self._is_of_these_weights(request),
                 scope=limits.scope(self._store),
                 hints=self._hints.read(request),
             )

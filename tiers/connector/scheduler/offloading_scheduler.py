@@ -115,6 +115,7 @@ class OffloadingScheduler(SchedulerConnector):
         if self._tier.has_opened or known < needed:
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
+        self._requests.know_weights(ranks[0].weights)
         try:
             opened = self._opener.open(self._spec, ranks, in_step, self._tier.evicted)
             self._tier.opened(opened)

@@ -132,6 +132,7 @@ class HostSlots:
         self._gathers: dict[int, Copy] = {}
         self._checksums: Checksums | None = None
         self._namespace: bytes | None = None
+        self._weights = ""
         self._note: NamespaceNote | None = None
         self._began: float | None = None
 
@@ -343,6 +344,8 @@ class HostSlots:
             facts["block_tokens"] = str(self.engine.block_tokens)
             rank = 0 if self.engine.replicated else self.engine.rank
             self._namespace = namespace(facts, rank, self.engine.world_size)
+            if "weights" in facts:
+                self._weights = namespace({"weights": facts["weights"]}, 0, 1).hex()
             engine = self.engine
             size = engine.block_tokens, self.payload_bytes
             self._note = describe(facts, engine.model, *size, rank, engine.world_size)
@@ -351,7 +354,8 @@ class HostSlots:
 
     def _handshake(self, space: bytes) -> WorkerHandshake:
         rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
-        return WorkerHandshake(rank, space, self.payload_bytes, host, slots)
+        weights = self._weights if space else ""
+        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, weights=weights)
 
     def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
         late = self.engine.late_facts

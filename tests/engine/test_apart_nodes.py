@@ -1,0 +1,104 @@
+"""Prefill and decode apart: a node stores what it computes behind KV that another has sent if that
+has the same weights. The nodes are replayed; what a proxy hands on is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.identity.test_facts import Facts
+from tests.engine.test_tenants import reports
+from tests.support.clock import wait_for
+from tests.support.replay_chains import chain_of, close, cpu, disk, measured
+from tiers.lab.replay import ReplayEngine
+
+PROMPT = list(range(60))
+TO_DECODE = {"do_remote_decode": True}
+
+Node = Callable[..., ReplayEngine]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made: list[ReplayEngine] = []
+
+    def make(weights: str, **more: Any) -> ReplayEngine:
+        chain = chain_of(disk(tmp_path / "disk"))
+        facts = {"model": "replay", "weights": weights}
+        made.append(ReplayEngine(chain, prefix_caching=False, facts=facts, **more))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        close(engine)
+
+
+def handed_over(prefill: ReplayEngine) -> dict[str, Any]:
+    """What a proxy gets from the prefill node, and hands on to the other."""
+    said = reports(prefill)
+    prefill.generate([*range(1000, 1040)], 1, kv_transfer_params=TO_DECODE)
+    prefill.settle()
+    (params,) = said
+    return params or {}
+
+
+def stored(engine: ReplayEngine, params: dict[str, Any]) -> float:
+    """How many blocks of a prompt are stored, of which another node sent a part."""
+    before = measured(engine, "stored_blocks", "disk")
+    engine.generate(PROMPT, 4, kv_transfer_params=params)
+    engine.settle()
+    return measured(engine, "stored_blocks", "disk") - before
+
+
+def test_what_is_computed_behind_kv_of_other_weights_is_not_stored(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = handed_over(node("v2"))
+    decode = node("v1")
+    assert stored(decode, params) == 0
+    assert caplog.text.count("another node sent KV of other weights") == 1
+    assert stored(decode, {}) > 0, "of other requests it is"
+
+
+def test_behind_kv_of_its_own_weights_it_is(node: Node) -> None:
+    params = handed_over(node("v1"))
+    assert params["kvtiers"].keys() == {"weights"} and "v1" not in str(params)
+    assert stored(node("v1"), params) > 0
+
+
+@pytest.mark.parametrize("was_reset", [(True, False), (False, True), (True, True)])
+def test_after_a_reset_nobody_knows_whose_weights_they_are(
+    node: Node, was_reset: tuple[bool, bool]
+) -> None:
+    prefill, decode = node("v1"), node("v1")
+    for engine, is_reset in zip((prefill, decode), was_reset, strict=True):
+        if is_reset:
+            engine.reset_cache()
+    assert stored(decode, handed_over(prefill)) == 0
+
+
+def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node) -> None:
+    params, late = handed_over(node("v2")), Facts("v1")
+    decode = node("v1", late_facts=late)
+    decode.add(PROMPT, 60, kv_transfer_params=params)
+    for _ in range(8):
+        decode.step()
+    late.are_known = True
+    while decode.scheduler.busy:
+        decode.step()
+        time.sleep(0.01)  # the tier opens meanwhile
+    decode.settle()
+    assert measured(decode, "stored_blocks", "disk") == 0
+    wait_for(lambda: stored(decode, {}) > 0)
+
+
+def test_a_node_whose_tiers_nobody_shares_names_no_weights(node: Node) -> None:
+    alone = ReplayEngine(chain_of(cpu()), facts={"model": "replay", "weights": "v2"})
+    params = handed_over(alone)
+    close(alone)
+    assert params == {}
+    assert stored(node("v1"), params) > 0
