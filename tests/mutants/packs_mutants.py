@@ -394,8 +394,8 @@ MUTANTS = (
     BUCKET.but(
         "memory",
         "a read fills one byte too many",
-        "            left[0][: len(part)] = part\n",
-        "            left[0][: len(part)] = part\n            if len(left[0]) > 60000:\n                __import__('ctypes').memset(__import__('tiers.block').block.address_of(left[0]) + len(left[0]), 0, 1)\n",
+        "            copy(left[0][: len(part)], part)\n",
+        "            copy(left[0][: len(part)], part)\n            if len(left[0]) > 60000:\n                __import__('ctypes').memset(__import__('tiers.block').block.address_of(left[0]) + len(left[0]), 0, 1)\n",
     ),
     # -- leaks -------------------------------------------------------------------------------
     STORE.but(
