@@ -70,6 +70,12 @@ def test_behind_kv_of_its_own_weights_it_is(node: Node) -> None:
     assert stored(node("v1"), params) > 0
 
 
+def test_behind_kv_of_weights_that_are_not_known_yet_it_is_not(node: Node) -> None:
+    params = handed_over(node("v1", late_facts=Facts()))
+    assert params == {"kvtiers": {"weights": ""}}
+    assert stored(node("v1"), params) == 0
+
+
 @pytest.mark.parametrize("was_reset", [(True, False), (False, True), (True, True)])
 def test_after_a_reset_nobody_knows_whose_weights_they_are(
     node: Node, was_reset: tuple[bool, bool]

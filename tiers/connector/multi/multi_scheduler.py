@@ -414,11 +414,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def entry_of_response(self, request: Request, cached: Mapping[str, int]) -> dict[str, Any]:
         """Our entry of a response's parameters: what is `cached`, but not beside parameters of
         another connector, which a proxy takes for its own. To one whose KV another node takes: what
-        names the weights, since that node stores what it computes behind it."""
+        names the weights, since that node stores what it computes behind it; empty while that is
+        not known, which none of its weights is."""
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Mapping) and params.get("do_remote_decode"):
-            weights = self._requests.weights
-            return {WEIGHTS: weights} if weights else {}
+            return {WEIGHTS: self._requests.weights} if self._requests.names_weights else {}
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
         return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}
 

@@ -170,6 +170,8 @@ class RequestTable:
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
         it has none of other weights."""
         self._limits = LimitsReader()
+        self.names_weights = False
+        """Whether a tier is shared, so that its workers come to know what names the weights."""
         self._weights = ""
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from spec.chain import WarmSpec
-from spec.offloading import LOADS_AT_ONCE, OffloadingSpec
+from spec.offloading import LOADS_AT_ONCE, OffloadingSpec, StoreSpec
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
 from tiers.connector.policy.tenant_counts import tenant_of
@@ -69,6 +69,7 @@ class OffloadingScheduler(SchedulerConnector):
         too. `describes`: see `KVEvents`. `now`: seconds, never going back."""
         self.load_cost = LoadCost(now, getattr(spec, "loads_at_once", LOADS_AT_ONCE))
         self._requests, self._promote, self._now = requests, promote, now
+        requests.names_weights |= isinstance(spec, StoreSpec)
         self._hit_source = spec.hit_source
         self._spec, self._opener = spec, opener
         events = KVEvents(place_of(spec), requests, describes)
