@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import slot_stride
+from tiers.lab.replay.engine import IDLE_SECONDS
 from tiers.lab.replay.requests import NewRequest
 
 TOKENS = 16
@@ -82,6 +84,7 @@ class ChainLoads:
             self._step(Step([], {}))
             self._worker.get_finished(set())
             self._hear()
+            time.sleep(IDLE_SECONDS)  # else those who store wait for the interpreter
 
     def _held(self, name: str) -> int:
         prompt = Prompt(name, self._hashes, self._table)

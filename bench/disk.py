@@ -58,9 +58,9 @@ def _all(scale: Scale) -> Generator[Case, None, None]:
         with _bench(scale, count, size, BATCHES) as bench:
             yield from part(bench)
     for io in IOS if direct else IOS[:1]:
-        for payload_bytes in (size, ODD):
+        for payload_bytes in (size,) if scale.smoke else (size, ODD):
             with _bench(scale, count, payload_bytes, BATCHES) as bench:
-                yield from _beside_an_engine(bench, io)
+                yield from _beside_an_engine(bench, io, 100 if scale.smoke else LAUNCHES)
     yield from _by_block_size(scale, direct)
     yield from index_cases(scale)
 
@@ -205,7 +205,7 @@ def _direct(bench: Bench) -> Iterator[Case]:
     yield from _synced(bench, "direct")
 
 
-def _beside_an_engine(bench: Bench, io: Io) -> Iterator[Case]:
+def _beside_an_engine(bench: Bench, io: Io, launches: int) -> Iterator[Case]:
     """Small operations, as an engine's thread launches in an eager step, beside stores: whoever has
     the interpreter's lock, or a processor, keeps that thread waiting."""
     tier, small = bench.tier(io), torch.zeros(8)
@@ -222,7 +222,7 @@ def _beside_an_engine(bench: Bench, io: Io) -> Iterator[Case]:
             stores = pool.submit(go_on)
             try:
                 began = time.perf_counter()
-                for _ in range(LAUNCHES):
+                for _ in range(launches):
                     small.add_(1)
                 return 1e3 * (time.perf_counter() - began)
             finally:
@@ -231,7 +231,7 @@ def _beside_an_engine(bench: Bench, io: Io) -> Iterator[Case]:
 
     yield Case(
         "disk",
-        f"an engine's launches, {LAUNCHES:,}, beside stores, {io}, of {bench.payload_bytes:,} B",
+        f"an engine's launches, {launches:,}, beside stores, {io}, of {bench.payload_bytes:,} B",
         "ms",
         lambda: takes(tier.store),
         limit=lambda: takes(None),

@@ -39,6 +39,12 @@ ANSWER = 8
 """Tokens of an answer that is compared."""
 _SETTLE_SECONDS = 1.0
 _CPU = {"type": "cpu", "capacity": "1GiB"}
+_SOON = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""The environment of an engine that starts soon, which is all that a smoke run is about."""
 
 
 @contextmanager
@@ -232,8 +238,7 @@ def _engine(
         **_model(scale, tiny),
         **more,
     }
-    # In one process an engine starts sooner, which is all that a smoke run is about.
-    return Engine({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if scale.smoke else {}, **args)
+    return Engine(_SOON if scale.smoke else {}, **args)
 
 
 def _model(scale: Scale, tiny: bool) -> dict[str, Any]:
