@@ -63,6 +63,8 @@ def _run(job: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     for length in {length for length, _ in job["cells"]}:
         _ask(llm, job, documents(1, length, seed=1))  # the first of a length sets things up
+    if job["folder"]:
+        _wait_until_written(Path(job["folder"]))  # else that is on the account of the first cells
     cells = [_first(llm, job, length, at_once) for length, at_once in job["cells"]]
     cells[0]["other"] = _ask(llm, job, [_other(cells[0])])[0]
     if job["again"]:
