@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.identity.test_facts import Facts
 from tests.engine.test_tenants import reports
+from tests.support.changing import change, running
 from tests.support.clock import wait_for
 from tests.support.replay_chains import chain_of, close, cpu, disk, measured
 from tiers.lab.replay import ReplayEngine
@@ -100,6 +101,19 @@ def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node)
     decode.settle()
     assert measured(decode, "stored_blocks", "disk") == 0
     wait_for(lambda: stored(decode, {}) > 0)
+
+
+def test_a_shared_tier_that_comes_while_the_engine_runs_knows_the_weights(
+    node: Node, tmp_path: Path
+) -> None:
+    params = handed_over(node("v2"))
+    alone, shared = chain_of(cpu()), chain_of(cpu(), disk(tmp_path / "disk"))
+    with running(alone, ranks=1, facts={"model": "replay", "weights": "v1"}) as decode:
+        assert handed_over(decode) == {}
+        change(decode, shared)
+        assert stored(decode, params) == 0
+        assert stored(decode, {}) > 0
+        assert handed_over(decode)["kvtiers"]["weights"]
 
 
 def test_a_node_whose_tiers_nobody_shares_names_no_weights(node: Node) -> None:

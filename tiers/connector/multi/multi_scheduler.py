@@ -418,7 +418,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         not known, which none of its weights is."""
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Mapping) and params.get("do_remote_decode"):
-            return {WEIGHTS: self._requests.weights} if self._requests.names_weights else {}
+            weights = self._requests.weights
+            return {} if weights is None else {WEIGHTS: weights}
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
         return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}
 

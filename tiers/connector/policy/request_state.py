@@ -170,24 +170,23 @@ class RequestTable:
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
         it has none of other weights."""
         self._limits = LimitsReader()
-        self.names_weights = False
-        """Whether a tier is shared, so that its workers come to know what names the weights."""
-        self._weights = ""
+        self._weights: str | None = None
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
     def __len__(self) -> int:
         return len(self._states)
 
     def know_weights(self, weights: str) -> None:
-        """What names the engine's weights is known; empty: not to this tier."""
-        if weights and weights != self._weights:
-            self._weights = weights
+        """A shared tier's workers know what names the engine's weights; empty: not yet."""
+        before, self._weights = self._weights, weights or self._weights or ""
+        if self._weights != before:
             for request_state in self._states.values():
                 request_state.may_store &= self._is_of_these_weights(request_state.request)
 
     @property
-    def weights(self) -> str:
-        """What names the weights of this generation to other nodes; empty: not known."""
+    def weights(self) -> str | None:
+        """What names the weights of this generation to other nodes; empty: that is not known yet;
+        None: no tier is shared."""
         return self._weights and self._weights + self.generation.tag.hex()
 
     def _is_of_these_weights(self, request: Request) -> bool:

@@ -69,7 +69,6 @@ class OffloadingScheduler(SchedulerConnector):
         too. `describes`: see `KVEvents`. `now`: seconds, never going back."""
         self.load_cost = LoadCost(now, getattr(spec, "loads_at_once", LOADS_AT_ONCE))
         self._requests, self._promote, self._now = requests, promote, now
-        requests.names_weights |= isinstance(spec, StoreSpec)
         self._hit_source = spec.hit_source
         self._spec, self._opener = spec, opener
         events = KVEvents(place_of(spec), requests, describes)
@@ -112,11 +111,11 @@ class OffloadingScheduler(SchedulerConnector):
         `in_step`: the engine has begun to serve, so that opening may take a moment only.
         """
         self._handshakes.update(handshakes)
+        self._tell_weights()
         known, needed = len(self._handshakes), self._requests.engine.world_size
         if self._tier.has_opened or known < needed:
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
-        self._requests.know_weights(ranks[0].weights)
         try:
             opened = self._opener.open(self._spec, ranks, in_step, self._tier.evicted)
             self._tier.opened(opened)
@@ -124,6 +123,12 @@ class OffloadingScheduler(SchedulerConnector):
             self._tier.failed(str(error))
         # The metrics learn of it by a step, which an engine without requests makes for that.
         self._is_news = not in_step
+
+    def _tell_weights(self) -> None:
+        """Let the requests know what names the weights, if others find what this tier stores."""
+        if isinstance(self._spec, StoreSpec):
+            first = self._handshakes.get(0)
+            self._requests.know_weights("" if first is None else first.weights)
 
     # -- changes of the chain ----------------------------------------------------------------
 
@@ -145,6 +150,7 @@ class OffloadingScheduler(SchedulerConnector):
         if spec.capacity_bytes != self._spec.capacity_bytes:
             self.resize(spec)
         self._spec = spec
+        self._tell_weights()
 
     def resize(self, spec: OffloadingSpec) -> None:
         """Have the tier hold the capacity of `spec`, its own settings otherwise, from this step on.

@@ -354,8 +354,8 @@ class HostSlots:
 
     def _handshake(self, space: bytes) -> WorkerHandshake:
         rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
-        weights = self._weights if space else ""
-        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, weights=weights)
+        size, weights = self.payload_bytes, self._weights
+        return WorkerHandshake(rank, space, size, host, slots, weights=weights)
 
     def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
         late = self.engine.late_facts
