@@ -15,6 +15,7 @@ from tests.engine.test_tenants import reports
 from tests.support.changing import change, running
 from tests.support.clock import wait_for
 from tests.support.replay_chains import chain_of, close, cpu, disk, measured
+from tiers.contract.stats import CHAIN
 from tiers.lab.replay import ReplayEngine
 
 PROMPT = list(range(60))
@@ -63,18 +64,23 @@ def test_what_is_computed_behind_kv_of_other_weights_is_not_stored(
     assert stored(decode, params) == 0
     assert caplog.text.count("another node sent KV of other weights") == 1
     assert stored(decode, {}) > 0, "of other requests it is"
+    assert measured(decode, "other_weights", CHAIN) == 1
 
 
 def test_behind_kv_of_its_own_weights_it_is(node: Node) -> None:
     params = handed_over(node("v1"))
     assert params["kvtiers"].keys() == {"weights"} and "v1" not in str(params)
-    assert stored(node("v1"), params) > 0
+    decode = node("v1")
+    assert stored(decode, params) > 0
+    assert not measured(decode, "other_weights", CHAIN)
 
 
 def test_behind_kv_of_weights_that_are_not_known_yet_it_is_not(node: Node) -> None:
     params = handed_over(node("v1", late_facts=Facts()))
     assert params == {"kvtiers": {"weights": ""}}
-    assert stored(node("v1"), params) == 0
+    decode = node("v1")
+    assert stored(decode, params) == 0
+    assert measured(decode, "other_weights", CHAIN) == 1
 
 
 @pytest.mark.parametrize("was_reset", [(True, False), (False, True), (True, True)])
@@ -100,6 +106,7 @@ def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node)
         time.sleep(0.01)  # the tier opens meanwhile
     decode.settle()
     assert measured(decode, "stored_blocks", "disk") == 0
+    assert measured(decode, "other_weights", CHAIN) == 1
     wait_for(lambda: stored(decode, {}) > 0)
 
 

@@ -50,6 +50,8 @@ COUNTERS = {
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
     "media_timeouts": "Requests computed without tiers since their images, audio or video were not "
     "digested within max_wait; their tier is (chain).",
+    "other_weights": "Requests of which nothing is stored, since a part of their KV comes from a "
+    "node of other weights, or of weights that are not known; their tier is (chain).",
     "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "
     "rank's part. A server evicts by itself.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
@@ -128,7 +130,14 @@ CHAIN = "(chain)"
 """Stands for the chain itself where measures are named by tier; no tier can be called that."""
 
 OF_CHAIN = frozenset(
-    {"prompt_tokens", "hints_ignored", "media_timeouts", "recorded_requests", "record_dropped"}
+    {
+        "prompt_tokens",
+        "hints_ignored",
+        "media_timeouts",
+        "other_weights",
+        "recorded_requests",
+        "record_dropped",
+    }
 )
 """Measures of the chain itself, under the tier name `CHAIN`."""
 

@@ -158,7 +158,7 @@ class RequestTable:
         self.step = EngineStep([], set())
         """The step whose orders are being made."""
         self._hints = HintReader()
-        self._media_late = 0
+        self._media_late = self._of_others = 0
         self._now = now
         self._max_wait = max_wait
         self._store = store
@@ -181,7 +181,8 @@ class RequestTable:
         before, self._weights = self._weights, weights or self._weights or ""
         if self._weights != before:
             for request_state in self._states.values():
-                request_state.may_store &= self._is_of_these_weights(request_state.request)
+                if request_state.may_store:
+                    request_state.may_store = self._is_of_these_weights(request_state.request)
 
     @property
     def weights(self) -> str | None:
@@ -198,6 +199,7 @@ class RequestTable:
             return True
         line = "request %s: nothing of it is stored, since another node sent KV of other weights"
         self._others.log(line, request.request_id)
+        self._of_others += 1
         return False
 
     def retune(self, max_wait: float, store: StoreScope) -> None:
@@ -221,8 +223,12 @@ class RequestTable:
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """Those of the chain itself and of its tenants, since the last call."""
-        of_chain = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
-        self._hints.ignored = self._media_late = 0
+        of_chain = {
+            "hints_ignored": self._hints.ignored,
+            "media_timeouts": self._media_late,
+            "other_weights": self._of_others,
+        }
+        self._hints.ignored = self._media_late = self._of_others = 0
         measured = self.tenants.take_measures()
         return {CHAIN: of_chain, **measured} if any(of_chain.values()) else measured
 
