@@ -51,8 +51,8 @@ class RecordError(KVTiersError):
 
 
 class OtherFormat(RecordError):
-    """Stored bytes are whole, and of a format that another version of kvtiers reads: its engines
-    still use them, so they are no damage, and nobody drops them."""
+    """Stored bytes are whole, and of a format that another version of kvtiers reads: they are no
+    damage."""
 
 
 class TraceError(KVTiersError):

@@ -48,8 +48,8 @@ class RedisStore:
     """A TierStore whose blocks live in a server, or several, that others share.
 
     Each block is one value: the header of `tiers.block`, then the payload as its codec stored it.
-    A value that does not verify is a miss, and is dropped, so that the next `put` replaces it. One
-    that only a later version can read is a miss, and stays.
+    A value that does not verify is a miss, and is dropped, so that the next `put` replaces it. So
+    is one of a later version's codec: later versions read what this one stores.
     Thread-safe; a forked child connects anew.
 
     A verb ends after `timeout`, plus `EACH` seconds a block and a second for each `SLOWEST` bytes,
@@ -125,6 +125,7 @@ class RedisStore:
         hits = [False] * len(blocks)
         came: set[int] = set()
         spoilt: set[bytes] = set()
+        others: set[bytes] = set()
         names = self._names(block.key for block in blocks)
         deadline = self._limit_of(blocks)
 
@@ -137,11 +138,12 @@ class RedisStore:
                 came.add(here[at])
                 try:
                     self._fill(blocks[here[at]], record)
-                except OtherFormat as error:
-                    line = "%s: a value of another version of kvtiers is a miss, and stays: %s"
-                    self._others.log(line, self._place, error)
-                except RecordError:
+                except RecordError as error:
                     spoilt.add(names[here[at]])
+                    if isinstance(error, OtherFormat):
+                        others.add(names[here[at]])
+                        line = "%s: a value of another version of kvtiers is dropped: %s"
+                        self._others.log(line, self._place, error)
                 else:
                     hits[here[at]] = True
 
@@ -155,7 +157,7 @@ class RedisStore:
             if not any(hits):
                 raise
             logger.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
-        self._damaged.count("value", len(spoilt))
+        self._damaged.count("value", len(spoilt - others))
         # If this fails, loaded blocks stay loaded: the next load finds the spoilt values again.
         with suppress(TierUnavailable):
             self._unlink(list(spoilt), deadline)
