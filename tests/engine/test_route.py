@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests import figures
 
-MOST_FRAMES = 14
-"""One of them is `Reopening`, around every store since any may be lost while it is open."""
+MOST_FRAMES = 13
 
 
 def test_a_lookup_meets_the_fingerprints_within_few_frames() -> None:

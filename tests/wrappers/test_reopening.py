@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tiers.contract.generation import Generation, space_of
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import (
+    Capable,
     Clear,
     Damages,
     LocalIndex,
@@ -312,6 +314,28 @@ def test_counts_go_on_where_a_store_is_opened_anew() -> None:
     assert store.counts() == PutCounts(5 + second.asked, 10 + 2 * second.asked)
     store.get(blocks)
     assert store.damaged() == 6 + second.asked
+    store.close()
+
+
+def test_a_store_that_is_opened_anew_is_not_peeked_before_its_index_is_made() -> None:
+    class Indexed(Mounted, Capable):
+        has_index = True
+
+        def capability(self, kind: type[Any]) -> Any:
+            return None if kind is LocalIndex and not self.has_index else super().capability(kind)
+
+        peek = Mounted.has
+
+    first, second = Indexed(), Indexed()
+    store, second.has_index = opened(lambda: first), False
+    assert store.peek([make_key()]) == [True]
+    first.gone = True
+    OPEN[:] = [lambda: second]
+    assert store.peek([make_key()]) == [False]
+    reopened(store)
+    assert store.peek([make_key()]) == [False] and store.health == HEALTHY
+    second.has_index = True
+    assert store.peek([make_key()]) == [True]
     store.close()
 
 

@@ -32,6 +32,7 @@ from tiers.errors import (
 from tiers.store import (
     Block,
     Capability,
+    Capable,
     Clear,
     Counts,
     Damages,
@@ -44,7 +45,6 @@ from tiers.store import (
     Recent,
     RecentBlocks,
     Resizable,
-    StoreWrapper,
     TierStore,
     Touch,
     Usage,
@@ -94,8 +94,9 @@ def warned(why: str, health: Health = HEALTHY) -> Health:
     return health._replace(is_degraded=True, why=health.why or why) if why else health
 
 
-class Guarded(StoreWrapper):
-    """A TierStore over another that never raises: a failure is a miss. Thread-safe.
+class Guarded(Capable):
+    """A TierStore over another that never raises: a failure is a miss. Thread-safe. It closes the
+    other, and has the capabilities that this has now; ask `capability`, not isinstance.
 
     A failure other than TierFull and RecordError, or a verb that takes longer than `deadline`,
     opens the breaker of reads, of writes, or of lookups in memory, as do calls that their callers
@@ -104,13 +105,15 @@ class Guarded(StoreWrapper):
     `retry_after_max`. Changes are logged; if they repeat, a sum each minute is. All times are in
     seconds.
 
+    `store`: or a `Reopening`, of which the open one is asked; there is none until the first has
+    opened, and after one is lost.
     `is_prompt`: `peek` never waits, so the engine's thread may call it. Otherwise the result has no
     LocalIndex.
     """
 
     def __init__(
         self,
-        store: TierStore,
+        store: TierStore | Reopening,
         tier_name: str,
         *,
         retry_after: float = RETRY_AFTER,
@@ -119,7 +122,7 @@ class Guarded(StoreWrapper):
         clock: Callable[[], float] = time.monotonic,
         is_prompt: bool = True,
     ) -> None:
-        super().__init__(store)
+        self._source = store
         self.tier_name = tier_name
         self.failures = LockedCounter()
         """Calls that failed, by the error's name."""
@@ -134,7 +137,6 @@ class Guarded(StoreWrapper):
         self._names = names
         self._changes = {breaker: self._changes_of(breaker) for breaker in names}
         self._damage_log = RepeatedLog(logger, f"tier {tier_name}", "blocks were damaged")
-        self._late = store if isinstance(store, Reopening) else None
         self._warning = ""
         self._last_errors = dict.fromkeys((self._reads, self._writes, self._looks), "")
         self._has_logged_capability = False
@@ -154,9 +156,11 @@ class Guarded(StoreWrapper):
         """As the store. A LocalIndex that may be slow is none: the scheduler then asks `has`."""
         if kind is LocalIndex and not self._is_prompt:
             return None
-        attempt = _Attempt(self, self._looks, None)
+        store = self.now()
+        attempt = _Attempt(self, self._looks, store, None)
         with attempt:
-            return None if capability(self._inner, kind) is None else cast(Capability, self)
+            has = store is not None and capability(store, kind) is not None
+            return cast(Capability, self) if has else None
         if attempt.error is not None:
             self._log_capability(kind.__name__, attempt.error)
         return None
@@ -164,7 +168,7 @@ class Guarded(StoreWrapper):
     @property
     def health(self) -> Health:
         self._notice_late()
-        late, is_open, is_degraded = self._late, self._is_open, bool(self._warning)
+        is_open, is_degraded = self.now() is not None, bool(self._warning)
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
         if are_closed and is_open and not is_degraded:
             return HEALTHY  # asked several times a request
@@ -174,28 +178,28 @@ class Guarded(StoreWrapper):
             writes=is_open and not self._writes.is_refusing(),
             reads_up=is_open and all(breaker.is_closed for breaker in reads),
             writes_up=is_open and self._writes.is_closed,
-            opening=late is not None and late.is_opening,
+            opening=isinstance(self._source, Reopening) and self._source.is_opening,
             is_degraded=is_degraded,
             why=self._why(),
         )
 
     def _why(self) -> str:
-        if self._late is not None and not self._is_open:
-            return self._late.why
+        if isinstance(self._source, Reopening) and self._source.now is None:
+            return self._source.why
         down = (breaker for breaker in self._last_errors if not breaker.is_closed)
         return next((self._last_errors[breaker] for breaker in down), self._warning)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._enter(self._reads) as allowed:
-            if allowed:
-                return each("has", self._inner.has(keys), len(keys))
+        with self._enter(self._reads) as store:
+            if store is not None:
+                return each("has", store.has(keys), len(keys))
         return [False] * len(keys)
 
     def pack_blocks(self) -> int:
         """As the store; 0: it is not known now."""
-        with self._look(self._reports) as allowed:
-            if allowed:
-                found: object = cast(Packs, self._inner).pack_blocks()
+        with self._look(self._reports) as store:
+            if store is not None:
+                found: object = cast(Packs, store).pack_blocks()
                 if type(found) is not int or not 0 < found < MAX_COUNT:
                     raise TierError(f"pack_blocks answered {found!r:.40}")
                 return found
@@ -203,9 +207,9 @@ class Guarded(StoreWrapper):
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
         """As the store; none while the tier is left alone."""
-        with self._enter(self._reads) as allowed:
-            if allowed:
-                found: object = cast(Packs, self._inner).held_prefix(prompts)
+        with self._enter(self._reads) as store:
+            if store is not None:
+                found: object = cast(Packs, store).held_prefix(prompts)
                 if not isinstance(found, list) or len(found) != len(prompts):
                     raise TierError(f"held_prefix answered {found!r:.40}")
                 for count, keys in zip(found, prompts, strict=True):
@@ -216,9 +220,9 @@ class Guarded(StoreWrapper):
 
     def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
         """As the store; none while the tier is left alone."""
-        with self._enter(self._reads) as allowed:
-            if allowed:
-                found: object = cast(PacksWindows, self._inner).held_blocks(prompts)
+        with self._enter(self._reads) as store:
+            if store is not None:
+                found: object = cast(PacksWindows, store).held_blocks(prompts)
                 if not isinstance(found, list) or len(found) != len(prompts):
                     raise TierError(f"held_blocks answered {found!r:.40}")
                 answers = zip(found, prompts, strict=True)
@@ -227,26 +231,25 @@ class Guarded(StoreWrapper):
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         self._resize()
-        with self._enter(self._writes) as allowed:
-            if allowed:
+        with self._enter(self._writes) as store:
+            if store is not None:
                 given = [block.readonly() for block in blocks]
-                held = each("put", self._inner.put(given), len(blocks))
-                self._count_puts()
+                held = each("put", store.put(given), len(blocks))
+                self._count_puts(store)
                 return held
         return [False] * len(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        with self._enter(self._reads) as allowed:
-            if allowed:
-                got = each("get", self._inner.get(blocks), len(blocks))
-                self._count_damage()
+        with self._enter(self._reads) as store:
+            if store is not None:
+                got = each("get", store.get(blocks), len(blocks))
+                self._count_damage(store)
                 if not (any(got) or time_left()):
                     raise TierUnavailable("nothing has come in time")
                 return got
         return [False] * len(blocks)
 
-    def _count_damage(self) -> None:
-        store = self.now()
+    def _count_damage(self, store: TierStore) -> None:
         damages = capability(store, Damages)
         if damages is not None:
             found = _count("damaged", damages.damaged())
@@ -258,8 +261,7 @@ class Guarded(StoreWrapper):
                 line = "tier %s: %d block(s) were damaged; each is a miss and is computed again"
                 self._damage_log.log(line, self.tier_name, more, count=more)
 
-    def _count_puts(self) -> None:
-        store = self.now()
+    def _count_puts(self, store: TierStore) -> None:
         counts = capability(store, Counts)
         if counts is not None:
             found_counts: object = counts.counts()
@@ -272,9 +274,9 @@ class Guarded(StoreWrapper):
                     self._put_counts = PutCounts(*map(max, found, self._put_counts))
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        with self._enter(self._writes) as allowed:
-            if allowed:
-                self._inner.drop(keys)
+        with self._enter(self._writes) as store:
+            if store is not None:
+                store.drop(keys)
 
     def use_deadline(self, seconds: float) -> None:
         """Calls that begin from now on may take so long."""
@@ -288,7 +290,7 @@ class Guarded(StoreWrapper):
             return
         self._closed = True
         self._closing = self._writes.enter()
-        attempt = _Attempt(self, self._writes, self._closing)
+        attempt = _Attempt(self, self._writes, self.now(), self._closing)
         try:
             closing = in_background(partial(self._close, attempt), "close")
         except RuntimeError:  # no thread can be had, as while the interpreter ends
@@ -301,23 +303,25 @@ class Guarded(StoreWrapper):
 
     def _close(self, attempt: _Attempt) -> None:
         with attempt:
-            self._inner.close()
+            self._source.close()
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._look(self._looks) as allowed:
-            if allowed:
-                return each("peek", cast(LocalIndex, self._inner).peek(keys), len(keys))
+        with self._look(self._looks) as store:
+            # One that was opened anew may have yet to make its index, as after a mount.
+            index = None if store is None else capability(store, LocalIndex)
+            if index is not None:
+                return each("peek", index.peek(keys), len(keys))
         return [False] * len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._look(self._looks) as allowed:
-            if allowed:
-                cast(Touch, self._inner).touch(keys)
+        with self._look(self._looks) as store:
+            if store is not None:
+                cast(Touch, store).touch(keys)
 
     def clear(self, namespace: bytes) -> bool:
-        with self._enter(self._writes) as allowed:
+        with self._enter(self._writes) as store:
             # Only True means more: a plugin's other truthy answer could come back for ever.
-            return allowed and cast(Clear, self._inner).clear(namespace) is True
+            return store is not None and cast(Clear, store).clear(namespace) is True
         return False
 
     def resize(self, capacity: int) -> None:
@@ -326,22 +330,20 @@ class Guarded(StoreWrapper):
         self._capacity = capacity
 
     def _resize(self) -> None:
-        if self._capacity is None:
+        wanted = self._capacity
+        if wanted is None or self._resized == (self.now(), wanted):
             return
-        wanted = self.now(), self._capacity
-        if self._resized == wanted:
-            return
-        with self._look(self._reports) as allowed:
-            if allowed:
-                if (resizable := capability(wanted[0], Resizable)) is not None:
-                    resizable.resize(wanted[1])
-                self._resized = wanted
+        with self._look(self._reports) as store:
+            if store is not None:
+                if (resizable := capability(store, Resizable)) is not None:
+                    resizable.resize(wanted)
+                self._resized = store, wanted
 
     def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
         """As the store; none while the tier is left alone."""
-        with self._enter(self._reads) as allowed:
-            if allowed:
-                found: object = cast(Recent, self._inner).recent(namespace, count, before)
+        with self._enter(self._reads) as store:
+            if store is not None:
+                found: object = cast(Recent, store).recent(namespace, count, before)
                 if not isinstance(found, RecentBlocks):
                     raise TierError(f"recent answered a {type(found).__name__}")
                 return found
@@ -358,58 +360,51 @@ class Guarded(StoreWrapper):
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
         self._resize()
-        with self._look(self._reports) as allowed:
-            if allowed:
-                found: object = cast(Measured, self._inner).usage()
+        with self._look(self._reports) as store:
+            if store is not None:
+                found: object = cast(Measured, store).usage()
                 if not isinstance(found, Usage):
                     raise TierError(f"usage answered a {type(found).__name__}")
-                self._count_puts()
+                self._count_puts(store)
                 return found
         return Usage(0, 0, None)
 
     def describe(self) -> str:
         """As the store; nothing while the tier is left alone."""
-        with self._look(self._reports) as allowed:
-            if allowed:
-                return str(cast(Described, self._inner).describe())
+        with self._look(self._reports) as store:
+            if store is not None:
+                return str(cast(Described, store).describe())
         return ""
 
     def warning(self) -> str:
         """As the store; as before while the tier is left alone."""
-        with self._look(self._reports) as allowed:
-            if allowed:
-                self._warning = str(cast(Warns, self._inner).warning())
+        with self._look(self._reports) as store:
+            if store is not None:
+                self._warning = str(cast(Warns, store).warning())
         return self._warning
-
-    @property
-    def _is_open(self) -> bool:
-        return self._late is None or self._late.now is not None
 
     def _enter(self, breaker: Breaker) -> _Attempt:
         """Begin a call that `breaker` decides on."""
         self._notice_late()
-        return _Attempt(self, breaker, breaker.enter() if self._is_open else None)
+        store = self.now()
+        return _Attempt(self, breaker, store, None if store is None else breaker.enter())
 
     def _look(self, breaker: Breaker) -> _Attempt:
         """Begin a call that needs no I/O: it is no trial of reads, but waits until one is due."""
         self._notice_late()
-        is_refused = not self._is_open or self._reads.is_refusing()
-        call = None if is_refused else breaker.enter()
-        return _Attempt(self, breaker, call)
+        store = self.now()
+        is_refused = store is None or self._reads.is_refusing()
+        return _Attempt(self, breaker, store, None if is_refused else breaker.enter())
 
-    def now(self) -> TierStore:
-        """The store that is open now; none is until the first has opened, and after one is lost."""
-        late = self._late
-        if late is None:
-            return self._inner
-        store = late.now
-        return late if store is None else store
+    def now(self) -> TierStore | None:
+        """The store that is open now."""
+        return self._source.now if isinstance(self._source, Reopening) else self._source
 
     def end(
         self,
         breaker: Breaker,
         call: Call | None,
-        store: TierStore,
+        store: TierStore | None,
         error: BaseException | None,
         is_given_up: bool,
     ) -> bool:
@@ -431,10 +426,10 @@ class Guarded(StoreWrapper):
             return False
         if not is_given_up:  # that is a late load, and counted as one
             self.failures.count(type(error).__name__)
-        if self._late is not None and isinstance(error, TierNotOpen):
+        if isinstance(self._source, Reopening) and isinstance(error, TierNotOpen):
             breaker.leave(call)
             with self._counting:
-                if self._late.lost(store, error):
+                if self._source.lost(store, error):
                     self._before = self._put_counts, self._damaged
             return True
         # A call in flight while the store was closed may end anyhow; the engine is ending as well.
@@ -477,25 +472,28 @@ class Guarded(StoreWrapper):
 
 
 class _Attempt:
-    """One call of the store, as a context: yields whether it is allowed, and hands its end, raised
-    or not, to `Guarded.end`. A body that raised is left without a result: answer as for a miss.
-    The store sees how long it may take. Adds no frame between the guard and the store."""
+    """One call of the store, as a context: yields the store, None where it may not be called, and
+    hands the call's end, raised or not, to `Guarded.end`. A body that raised is left without a
+    result: answer as for a miss. The store sees how long it may take. Adds no frame between the
+    guard and the store."""
 
     __slots__ = ("_breaker", "_call", "_guarded", "_store", "_waiting", "error")
 
-    def __init__(self, guarded: Guarded, breaker: Breaker, call: Call | None) -> None:
+    def __init__(
+        self, guarded: Guarded, breaker: Breaker, store: TierStore | None, call: Call | None
+    ) -> None:
         self._guarded = guarded
         self._breaker = breaker
         self._call = call
-        self._store = guarded.now()
+        self._store = store
         self._waiting = None if call is None else Waiting(partial(breaker.left, call))
         self.error: BaseException | None = None
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> TierStore | None:
         if self._waiting is None:
-            return False
+            return None
         self._waiting.__enter__()
-        return True
+        return self._store
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         self.error = error

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
-from typing import Any, cast
+from typing import Any
 
 from spec.errors import describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX
 from tiers.concurrency.executors import in_background, settle
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
-from tiers.store import Capability, Reaches, StoreWrapper, TierStore, capability
+from tiers.store import Reaches, TierStore, capability
 
 REACH_SECONDS = 0.2
 """Seconds that a start waits for the first answer of a store that is elsewhere."""
@@ -25,10 +25,9 @@ FOR_NOW = (TierNotOpen, TierUnavailable, OSError)
 logger = logging.getLogger(__name__)
 
 
-class Reopening(StoreWrapper):
-    """A TierStore that a thread of its own opens: again and again until it is open, and anew when
-    it is `lost`. While it is not open each verb raises TierNotOpen, and it has no capabilities. One
-    log line says that it can't be opened, until it can."""
+class Reopening:
+    """Has a thread of its own open a store: again and again until it is open, and anew when it is
+    `lost`. One log line says that it can't be opened, until it can."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Reopening(StoreWrapper):
         self._announce = announce
         self._level = logging.INFO if announce is None else logging.WARNING
         self.now: TierStore | None = None
-        """The open store, to which verbs go."""
+        """The open store; None: there is none now."""
         self._first: Future[BaseException | None] = Future()
         self._reaching: Future[None] = Future()
         self.why = ""
@@ -78,11 +77,11 @@ class Reopening(StoreWrapper):
     def is_opening(self) -> bool:
         return not self._first.done()
 
-    def lost(self, store: TierStore, error: Exception) -> bool:
+    def lost(self, store: TierStore | None, error: Exception) -> bool:
         """Note that this store has reported that it is open no more; return whether it was the open
         one until now. Does not wait."""
         with self._lock:
-            if store is not self.now or self._closed.is_set():
+            if store is None or store is not self.now or self._closed.is_set():
                 return False
             self.now = None
         self.why = str(error)
@@ -139,18 +138,6 @@ class Reopening(StoreWrapper):
         if not self._has_logged:
             self._has_logged = True
             logger.log(self._level, "tier %s %s: %s", self._name, what, error)
-
-    @property
-    def _inner(self) -> TierStore:
-        store = self.now
-        if store is None:
-            raise TierNotOpen("not open yet")
-        return store
-
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store, while it is open."""
-        store = self.now
-        return None if store is None or capability(store, kind) is None else cast(Capability, self)
 
     def close(self) -> None:
         """Close the store; one that is being opened is closed as soon as it is open."""
