@@ -25,14 +25,17 @@ from tests.support.slow_store import STORES, TroubledStore
 from tiers.connector.policy import request_state
 from tiers.engine.plugin import transfer_config
 from tiers.lab.replay import ReplayEngine
+from tiers.wrappers import reopening
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngine]]:
     """Make replay engines; what they leave is checked, and they are closed, after the test."""
     # A busy machine must not make misses of hits that a test counts on, so lookups have longer
-    # here, as Redis has in `replay_chains.redis`. test_production_limits.py runs with the defaults.
+    # here, as Redis has in `replay_chains.redis`, and a start waits longer for its first answer:
+    # what is computed before that is not stored. test_production_limits.py runs with the defaults.
     monkeypatch.setattr(request_state, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(reopening, "REACH_SECONDS", 30.0)
     engines: list[ReplayEngine] = []
 
     def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:

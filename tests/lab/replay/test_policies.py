@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -34,6 +35,7 @@ from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import CpuCopier
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest, Status
+from tiers.remote.redis_store import RedisStore
 from tiers.store import Block
 
 PROMPT = list(range(50))
@@ -104,6 +106,27 @@ def test_a_small_cpu_tier_over_disk_over_redis(
     assert set(counted) == {"cpu", "disk", "redis"}
     assert sum(counted.values()) == 12
     assert counted["redis"] <= 3, "redis loads only what the tiers above it lack"
+
+
+@pytest.mark.parametrize("late", range(3), ids=["rank 0", "rank 1", "scheduler"])
+def test_what_is_computed_first_is_stored_however_late_a_server_answers_at_the_start(
+    engine: MakeEngine,
+    tmp_path: Path,
+    shared_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    late: int,
+) -> None:
+    """By engines of tests: others go on without the tier, and store nothing in it so far."""
+    opened = itertools.count()
+
+    def reach(store: RedisStore, at_once: Callable[[RedisStore], None] = RedisStore.reach) -> None:
+        time.sleep(0.5 * (next(opened) == late))  # more than a start waits elsewhere
+        at_once(store)
+
+    monkeypatch.setattr(RedisStore, "reach", reach)
+    made = engine(chain_of(redis(shared_server, tmp_path)), prefix_caching=False, world_size=2)
+    fill(made)
+    assert ask_again(made, 2).loaded_tokens == 48
 
 
 @pytest.mark.parametrize(("load", "expected"), [("first", 4), ("longest", 48), ("stitched", 48)])
