@@ -218,6 +218,14 @@ class PacksWindows(Protocol):
         held. A rare false positive is allowed, as of `peek`."""
 
 
+@runtime_checkable
+class Remembers(Protocol):
+    """Capability: look-ups go by what the store remembers, and others may have removed since."""
+
+    def forget(self) -> None:
+        """Remember nothing of before: a block that was found was not there to load. Without I/O."""
+
+
 class PutCounts(NamedTuple):
     """Counts of all puts so far; none ever falls. `renewed`: blocks that were held already, and not
     stored once more. `evicted`: blocks evicted for room."""
@@ -432,6 +440,9 @@ class StoreWrapper(Capable):
 
     def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
         return self._inner_as(PacksWindows).held_blocks(prompts)
+
+    def forget(self) -> None:
+        self._inner_as(Remembers).forget()
 
     def counts(self) -> PutCounts:
         return self._inner_as(Counts).counts()

@@ -58,6 +58,26 @@ def test_one_engine_loads_what_another_stored(tmp_path: Path, ranks: int) -> Non
     close(other)
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("stores", [True, False])
+def test_packs_that_others_removed_are_missed_once(tmp_path: Path, stores: bool) -> None:
+    """Whether or not the request stores them anew: the scheduler's process, which has met them,
+    learns of it by the load that failed."""
+    tmp_path.chmod(0o700)
+    engine = ReplayEngine(chain_of({"type": "shared", "path": tmp_path}), prefix_caching=False)
+    prompt, params = list(range(60)), {"kvtiers": {"store": stores}}
+    engine.generate(prompt, 1)
+    engine.settle()
+    assert engine.generate(prompt, 1).loaded_tokens == 60
+    for pack in _packs(tmp_path):
+        pack.unlink()
+    for loaded in (0, 60 * stores, 60 * stores):
+        assert engine.generate(prompt, 1, kv_transfer_params=params).loaded_tokens == loaded
+        engine.settle()
+    assert measured(engine, "load_failures", "shared") == 15
+    close(engine)
+
+
 class Counted:
     """What a directory of packs is asked for, by all stores of this process."""
 

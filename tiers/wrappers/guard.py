@@ -44,6 +44,7 @@ from tiers.store import (
     PutCounts,
     Recent,
     RecentBlocks,
+    Remembers,
     Resizable,
     TierStore,
     Touch,
@@ -228,6 +229,11 @@ class Guarded(Capable):
                 answers = zip(found, prompts, strict=True)
                 return [each("held_blocks", held, len(keys)) for held, keys in answers]
         return [[False] * len(keys) for keys in prompts]
+
+    def forget(self) -> None:
+        with self._look(self._reports) as store:
+            if store is not None:
+                cast(Remembers, store).forget()
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         self._resize()

@@ -28,6 +28,7 @@ from tiers.store import (
     PacksWindows,
     Recent,
     RecentBlocks,
+    Remembers,
     TierStore,
     Usage,
     Warns,
@@ -147,6 +148,8 @@ class StoreManager(TierManager):
         self._ask_packs_at = -math.inf
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = VisibilityCheck(name)
+        self._is_belied = False
+        """Whether a block was gone since the store was last told so."""
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
         threads, ranks = self._queue.threads, len(namespaces)
         self._watch = StoreWatch(store) if isinstance(store, Guarded) else None
@@ -257,6 +260,10 @@ class StoreManager(TierManager):
     def _look(self, questions: Sequence[Sequence[bytes]]) -> list[bool]:
         """Ask which keys the store has of all ranks; on a thread of the queue."""
         keys = [key for some in questions for key in some]
+        if self._is_belied:
+            self._is_belied = False
+            if (remembers := capability(self._store, Remembers)) is not None:
+                remembers.forget()
         if self._packs:
             held = self._parts.has_prompts(questions, self._in_order, self._packed)
         else:
@@ -343,6 +350,7 @@ class StoreManager(TierManager):
         self._changes.note(key, held=False)
         self._recent.discard(key)
         self._unfound.lost(key)
+        self._is_belied = True
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Drop these blocks in the background, from a shared store too."""

@@ -181,6 +181,10 @@ class PackStore:
 
     # -- capabilities ------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        """Read each index anew: a pack that others have deleted is believed for a minute else."""
+        self._known = KnownPacks()
+
     def damaged(self) -> int:
         return self._damaged.total
 
