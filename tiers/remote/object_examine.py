@@ -13,7 +13,7 @@ from contextlib import suppress
 from spec.fields import format_size
 from spec.findings import DoctorFinding
 from tiers.errors import TierError, TierRefused, TierUnavailable
-from tiers.remote.lease import Lease
+from tiers.remote.lease import Count, Lease
 from tiers.remote.object_upkeep import PACE, ObjectTerms
 from tiers.remote.obstore_bucket import LISTED_AT_ONCE, ObstoreBucket
 from tiers.remote.packs.pack import PACK_BYTES, name_of
@@ -42,8 +42,7 @@ def examine(
     try:
         yield from _look_up(store)
         yield from _claim(bucket, name_of(keys[0]))
-        if capacity is not None:
-            yield from _keep(bucket, capacity)
+        yield from _look_beside(bucket) if capacity is None else _keep(bucket, capacity)
         yield from _move(store, keys)
     except (TierUnavailable, OSError) as error:
         change = next((what for word, what in _REMEDIES.items() if word in str(error)), "")
@@ -94,7 +93,7 @@ def _keep(bucket: ObstoreBucket, capacity: int) -> Iterator[DoctorFinding]:
         raise error
 
     listed = next(bucket.list(refused), ())
-    count, ours = Lease(ObjectTerms(bucket), PACE.beat).last_count(), format_size(capacity)
+    count, ours = _last_count(bucket), format_size(capacity)
     if not count.round:
         some = "more than " * (len(listed) == LISTED_AT_ONCE) + f"{len(listed):,} packs"
         yield DoctorFinding("fine", f"it may list and delete; {some} there, not counted yet")
@@ -102,12 +101,29 @@ def _keep(bucket: ObstoreBucket, capacity: int) -> Iterator[DoctorFinding]:
         used = format_size(count.used)
         yield DoctorFinding("fine", f"it may list and delete; {used} of {ours} when last counted")
     else:
-        yield DoctorFinding(
-            "warning",
-            f"capacity {ours}, and an engine with {format_size(count.capacity)} evicts for all",
-            "let all engines say the same",
-            "what the others count on is evicted, or finds no room",
-        )
+        yield _others(f"capacity {ours}", count)
+
+
+def _look_beside(bucket: ObstoreBucket) -> Iterator[DoctorFinding]:
+    """Whether others have a capacity there. Who has none need not be allowed to list."""
+    count = Count()
+    with suppress(TierError, OSError):
+        count = _last_count(bucket)
+    if count.round:
+        yield _others("no capacity", count)
+
+
+def _last_count(bucket: ObstoreBucket) -> Count:
+    return Lease(ObjectTerms(bucket), PACE.beat).last_count()
+
+
+def _others(ours: str, count: Count) -> DoctorFinding:
+    return DoctorFinding(
+        "warning",
+        f"{ours}, and an engine with {format_size(count.capacity)} evicts for all",
+        "let all engines say the same",
+        "what the others count on is evicted, or finds no room",
+    )
 
 
 def _move(store: PackStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:

@@ -81,6 +81,8 @@ def test_a_capacity_is_said_beside_what_was_counted(tmp_path: Path) -> None:
         assert store.put(Memory([make_key()], 4096).fill().blocks) == [True]
         other = spec.model_copy(update={"capacity": 1 << 20})
         assert "warning: capacity 1MiB, and an engine with 1GiB" in _said(list(other.examine()))
+        none = spec.model_copy(update={"capacity": None})
+        assert "warning: no capacity, and an engine with 1GiB" in _said(list(none.examine()))
 
 
 @pytest.mark.faults
