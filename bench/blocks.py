@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.main import Scale
-from bench.report import Case, Measure, Point
+from bench.report import Case, Measure
 
 BATCH_BYTES = 64 << 20
 SIZES = tuple(64 << 10 + shift for shift in range(8))
@@ -22,12 +22,6 @@ def both_ways(
     suite: str, line: str, block_bytes: int, store: Measure, load: Measure
 ) -> Iterator[Case]:
     """Stores and loads of one tier (`line`) with one size of blocks, in GB/s."""
-    for plot, measure in (("store", store), ("load", load)):
-        yield Case(
-            suite,
-            f"{plot}, {line}, blocks of {block_bytes >> 10} KiB",
-            "GB/s",
-            measure,
-            point=Point(plot, line, block_bytes),
-            rounds=3,
-        )
+    for verb, measure in (("store", store), ("load", load)):
+        case = f"{verb}, {line}, blocks of {block_bytes >> 10} KiB"
+        yield Case(suite, case, "GB/s", measure, rounds=3)

@@ -21,7 +21,7 @@ import yaml
 
 from bench import engine_models
 from bench.main import Scale
-from bench.report import Case, Measure, Point
+from bench.report import Case, Measure
 from bench.serve import SOON, SWAPPED, Engine
 from tiers.engine.plugin import transfer_config
 
@@ -126,22 +126,19 @@ def _hits(engine: Engine, length: int) -> Iterator[Case]:
             _first_token(engine, prompt, tier=name),
             limit=own,
             target=1 / most if most and length == COMPARED else None,
-            point=Point("ttft", name, length),
             rounds=rounds,
         )
     case = f"TTFT, {length} tokens from the engine's own prefix cache"
-    point = Point("ttft", "own prefix cache", length)
-    yield Case("e2e", case, "ms", own, point=point, rounds=rounds)
+    yield Case("e2e", case, "ms", own, rounds=rounds)
 
 
 def _through(engine: Engine, smoke: bool) -> Iterator[Case]:
     """Prompts that no tier has, in one engine: without a connector, with one that does nothing, and
     with a chain that stores, or does not."""
     for length in () if smoke else LENGTHS:
-        case, point = f"TTFT, {length} tokens, computed", Point("ttft", "computed", length)
         prompt = _prompt(random.Random(length), length)
         ours = _first_token(engine, prompt, times=1, connector="none")
-        yield Case("e2e", case, "ms", ours, point=point, rounds=1)
+        yield Case("e2e", f"TTFT, {length} tokens, computed", "ms", ours, rounds=1)
     settle = 0.0 if smoke else _SETTLE_SECONDS
     ours = _throughput(engine, "chain", settle)
     name = f"throughput, {BURST} prompts of {BURST_TOKENS} tokens at once, no hits, cpu and disk"

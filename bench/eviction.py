@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.main import Scale
-from bench.report import Case, Point
+from bench.report import Case
 from spec.plugins import EVICTION, installed
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.lookups import Lookup
@@ -149,7 +149,6 @@ def _cases(trace: Path, requests: int | None) -> Iterator[Case]:
                 "% hits",
                 same[policy],
                 limit=None if policy == "opt" else same["opt"],
-                point=Point("hits", policy, row["percent"]),
             )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from bench.plot import in_terminal
 from bench.report import (
     COMPARED,
     HEAD,
@@ -79,7 +78,7 @@ def run(
 
 def show(rows: Sequence[Row], before: Sequence[Row] | None = None) -> None:
     """Print the table, what rows off their target did with their time, why others were not
-    measured, what has changed since the run `before`, and the curves."""
+    measured, and what has changed since the run `before`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -99,4 +98,3 @@ def show(rows: Sequence[Row], before: Sequence[Row] | None = None) -> None:
             console.print(f"{row.suite}, {row.case}: not measured: {row.why}", soft_wrap=True)
         elif row.spent:
             console.print(f"{row.suite}, {row.case}: {spent(row)}", soft_wrap=True)
-    print(in_terminal(rows))

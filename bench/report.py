@@ -20,15 +20,6 @@ Measure = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where a case's figure stands in a plot: on which line, over which x."""
-
-    plot: str
-    line: str
-    x: float
-
-
-@dataclass(frozen=True)
 class Case:
     """One comparison. `ours`, `limit` and `peer` run in turn, in the same process.
 
@@ -49,7 +40,6 @@ class Case:
     target: float | None = None
     of: str = "limit"
     why: str = ""
-    point: Point | None = None
     rounds: int = 99
 
 
@@ -78,7 +68,6 @@ class Row:
     of: str
     met: bool | None
     why: str
-    point: Point | None = None
     spent: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -115,7 +104,6 @@ def measure(case: Case, rounds: int) -> Row:
         of=case.of,
         met=met,
         why=case.why,
-        point=case.point,
         spent=_spent(case.ours) if case.ours is not None and met is False else {},
     )
 
@@ -181,10 +169,8 @@ def in_lines(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """The machine and the rows of such a file. Raises OSError, ValueError or TypeError."""
     whole = json.loads(path.read_text())
-    rows = [
-        Row(**{**row, "point": Point(**row["point"]) if row.get("point") else None})
-        for row in whole["rows"]
-    ]
+    known = Row.__dataclass_fields__.keys()  # earlier results have more
+    rows = [Row(**{key: row[key] for key in known & row.keys()}) for row in whole["rows"]]
     return whole["machine"], rows
 
 
