@@ -31,6 +31,7 @@ from spec.chain_diff import ChainDiff, diff
 from spec.errors import describe_error
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import in_background
+from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.messages import WorkerHandshake
@@ -128,19 +129,6 @@ class Rebuilder(Protocol):
         """Hand all settings of `chain` to its `tiers` and to what they share."""
 
 
-class ChangingHalf(Protocol):
-    """The scheduler's half of a chain, whose children change."""
-
-    children: tuple[Any, ...]
-    names: tuple[str, ...]
-
-    def put_child(self, place: int, name: str, child: Any) -> None:
-        """Have this child at a place, which may be the next one, from now on."""
-
-    def take_up(self, chain: ChainSpec, places: Sequence[int]) -> None:
-        """Load as the chain says, from the children of these places alone, in this order."""
-
-
 @dataclass
 class _Leaving:
     """A tier that leaves by a change. `closing`: this process closes it; None: something is in
@@ -160,15 +148,19 @@ class Changes:
 
     def __init__(
         self,
-        half: ChangingHalf,
+        half: MultiConnector[Any],
+        take_up: Callable[[ChainSpec, Sequence[int]], None],
         rebuilder: Rebuilder,
         ranks: int,
         wake: Callable[[], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wake`: has an engine that idles make a step. `now`: seconds, never going back."""
+        """`take_up`: has the half load as a chain says, from the children of these places alone, in
+        this order. `wake`: has an engine that idles make a step. `now`: seconds, never going back.
+        """
         self.version = 1
-        self._half, self._rebuilder, self._ranks = half, rebuilder, ranks
+        self._half, self._take_up = half, take_up
+        self._rebuilder, self._ranks = rebuilder, ranks
         self._wake, self._now = wake, now
         # Without it two threads could both find that no change is pending.
         self._asking = threading.Lock()
@@ -361,7 +353,7 @@ class Changes:
         for name in stage.leave:
             half.children[places[name]].drain()
             self._leaving[places[name]] = _Leaving(name, pending)
-        half.take_up(stage.chain, order)
+        self._take_up(stage.chain, order)
         self._stages.popleft()
         self._state, self._until = "draining", self._now() + DRAIN_SECONDS
         return orders + self._detach() + self._drained(pending)

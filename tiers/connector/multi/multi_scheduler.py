@@ -126,7 +126,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._changes: Changes | None = None
         if settings.rebuilder is not None:
             ranks = requests.engine.world_size
-            self._changes = Changes(self, settings.rebuilder, ranks, settings.wake, now)
+            args = settings.rebuilder, ranks, settings.wake, now
+            self._changes = Changes(self, self.take_up, *args)
             self.take_up(settings.rebuilder.chain, range(len(self.children)))
         self._observers = settings.observers
         self.explainer = settings.explainer

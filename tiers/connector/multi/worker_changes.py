@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from spec.errors import describe_error
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import in_background, io_executor
+from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import TransferResults
@@ -27,15 +28,6 @@ class ChangeParts:
     release: Callable[[], None]
 
 
-class ChangingWorker(Protocol):
-    """A worker's half of a chain, whose children change."""
-
-    children: tuple[Any, ...]
-    names: tuple[str, ...]
-
-    def put_child(self, place: int, name: str, child: Any) -> None: ...
-
-
 @dataclass
 class _Prepared:
     number: int
@@ -49,7 +41,7 @@ class _Prepared:
 class WorkerChanges:
     """Follows the scheduler's orders, on the engine's thread, which never waits for them."""
 
-    def __init__(self, half: ChangingWorker, parts: ChangeParts) -> None:
+    def __init__(self, half: MultiConnector[Any], parts: ChangeParts) -> None:
         self._half, self._parts = half, parts
         self._followed: object = None
         self._prepared: _Prepared | None = None
