@@ -9,7 +9,7 @@ OVER_FILES = Source("shared", "tiers/remote/packs/pack_store.py")
 """Over a directory, whose writes the kit can let fail."""
 PACK = Source("object", "tiers/remote/packs/pack.py")
 SEARCH = Source("object", "tiers/remote/packs/search.py")
-KNOWN = Source("object", "tiers/remote/packs/known.py")
+RECENT = Source("object", "tiers/recent.py")
 BUCKET = Source("object", "tiers/remote/obstore_bucket.py")
 SPEC = Source("object", "tiers/remote/object_spec.py")
 
@@ -24,7 +24,7 @@ RENEWED = '                self._renewed.count("value", sum(held))\n'
 VERIFIED = (
     "                verify(expect(each[number], block.key, self._payload_bytes), block.payload)\n"
 )
-DROPPED = "        firsts = self._known.packs_with(keys) | set(keys)\n"
+DROPPED = "        firsts = packs | set(keys)\n"
 GIVEN = "        given = [blocks[places[0]] for places in piece.places]\n        keys, size"
 ENDS = "        self._threads.shutdown(wait=False, cancel_futures=True)\n"
 HITS = "        hits = [False] * len(blocks)\n        groups, deadline"
@@ -353,12 +353,12 @@ MUTANTS = (
         "            for piece, is_new in zip(pieces, created, strict=True):\n                if is_new:\n",
         "            for piece, is_new in zip(pieces, created, strict=True):\n                if is_new is not False:\n",
     ),
-    KNOWN.but(
+    RECENT.but(
         "truth",
         "what is known is known for ever",
-        "        if now >= self._until:\n            self._turn()\n",
-        "        if False:\n            self._turn()\n",
-        survives="it takes a minute to be seen; tests/remote/packs/test_known.py has a clock of its own",
+        "        elif now >= self._until:\n            self._turn()\n",
+        "        elif False:\n            self._turn()\n",
+        survives="it takes a minute to be seen; tests/test_recent.py has a clock of its own",
     ),
     # -- memory ------------------------------------------------------------------------------
     STORE.but(
@@ -414,10 +414,10 @@ MUTANTS = (
         'T = TypeVar("T")\n',
         'T = TypeVar("T")\nLEFT: list[object] = []\n',
     ),
-    KNOWN.but(
+    RECENT.but(
         "leaks",
         "indexes are kept for ever",
-        "            if len(self._young) >= MOST // 2:\n                self._turn()\n",
+        "            if len(self._young) >= self._half:\n                self._turn()\n",
         "",
         equal="an index is a KiB, and goes after a minute",
     ),

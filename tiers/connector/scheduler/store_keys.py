@@ -1,10 +1,10 @@
-"""Which blocks a store holds: names of all ranks, keys seen of late, and a check of visibility."""
+"""Which blocks a store holds: names of all ranks, and a check of visibility."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, islice, product
 from operator import and_
 from typing import TypeVar
@@ -19,6 +19,8 @@ from tiers.store import (
     TierStore,
     capability,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -143,56 +145,6 @@ def _everywhere(
     for start in range(len(keys), len(found), len(keys) or 1):
         held = list(map(and_, held, found[start : start + len(keys)]))
     return held
-
-
-class RecentKeys:
-    """Remembers keys for `seconds` at most and half of it at least, up to `limit` of them.
-
-    In two plain dicts, the younger of which takes the other's place when it is full or old, since
-    dicts of bytes alone are nothing that Python's garbage collector looks at. Used by one thread.
-    """
-
-    def __init__(self, limit: int, seconds: float, clock: Callable[[], float]) -> None:
-        self._half = max(1, limit // 2)
-        self._seconds = seconds / 2  # in each of the two
-        self._clock = clock
-        self._until = clock() + self._seconds
-        self._young: dict[bytes, None] = {}
-        self._old: dict[bytes, None] = {}
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Remember these keys from now on."""
-        self._age()
-        self._young.update(dict.fromkeys(keys))
-        if len(self._young) >= self._half:
-            self._turn()
-
-    def known(self, keys: Sequence[bytes]) -> list[bool]:
-        self._age()
-        young, old = self._young, self._old
-        return [key in young or key in old for key in keys]
-
-    def discard(self, key: bytes) -> None:
-        self._young.pop(key, None)
-        self._old.pop(key, None)
-
-    def clear(self) -> None:
-        self._young, self._old = {}, {}
-
-    def _age(self) -> None:
-        now = self._clock()
-        if now >= self._until + self._seconds:
-            self.clear()
-            self._until = now + self._seconds
-        elif now >= self._until:
-            self._turn()
-            self._until += self._seconds
-
-    def _turn(self) -> None:
-        self._young, self._old = {}, self._young
-
-
-logger = logging.getLogger(__name__)
 
 
 class VisibilityCheck:

@@ -16,11 +16,12 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.lookups import AskedKeys, Changes, Lookup, LookupPace, LookupQueue
-from tiers.connector.scheduler.store_keys import RankKeys, RecentKeys, VisibilityCheck
+from tiers.connector.scheduler.store_keys import RankKeys, VisibilityCheck
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.contract.generation import Generation
 from tiers.contract.messages import NO_PART, PromptPart
+from tiers.recent import RecentDict
 from tiers.store import (
     LocalIndex,
     Measured,
@@ -139,7 +140,7 @@ class StoreManager(TierManager):
         self._generation = generation
         self._clock = clock
         self._changes = Changes()
-        self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
+        self._recent = RecentDict[bytes, None](self.RECENT, self.RECENT_SECONDS, clock)
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
         self._in_order, self._in_rows = in_order, in_rows
@@ -295,7 +296,7 @@ class StoreManager(TierManager):
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Stores keep their blocks elsewhere; one that is evicted before it is read is a miss."""
-        self._recent.add(keys)
+        self._recent.update(dict.fromkeys(keys))
         return [None] * len(keys)
 
     def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
@@ -305,7 +306,7 @@ class StoreManager(TierManager):
         if index is not None and not all(held):
             unknown = [*compress(keys, map(not_, held))]
             peeked = self._parts.peek(index, unknown)
-            self._recent.add(compress(unknown, peeked))
+            self._recent.update(dict.fromkeys(compress(unknown, peeked)))
             of_unknown = iter(peeked)
             held = [has or next(of_unknown) for has in held]
         used = [*compress(keys, held)]
@@ -337,7 +338,7 @@ class StoreManager(TierManager):
     def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
         if stored:
             self._changes.note(key, held=True)
-            self._recent.add((key,))
+            self._recent.update({key: None})
             self._clearing.stored(key, self._generation.tag)
             self._unfound.stored(key)
         return stored
@@ -348,7 +349,7 @@ class StoreManager(TierManager):
 
     def discard(self, key: bytes) -> None:
         self._changes.note(key, held=False)
-        self._recent.discard(key)
+        self._recent.discard((key,))
         self._unfound.lost(key)
         self._is_belied = True
 

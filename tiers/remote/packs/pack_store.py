@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Generator, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from tiers.block import HEADER_BYTES, Buffer, expect, pack_header, verify
+from tiers.block import HEADER_BYTES, Buffer, digest, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor, require_unforked, settle
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable
+from tiers.recent import RecentDict
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
-from tiers.remote.packs.known import KnownPacks
 from tiers.remote.packs.pack import (
     INDEX_BYTES,
     MAX_PACK_BLOCKS,
@@ -43,6 +44,11 @@ SLOWEST = 32 << 20
 """Bytes a second for which a verb that moves blocks gets extra time."""
 EACH = 0.001
 """Extra seconds that a verb gets for each key."""
+KNOWN = 4096
+"""Indexes of packs that are remembered, of a KiB each at most, so that they are not read again."""
+KNOWN_SECONDS = 60.0
+"""How long one is believed: a pack never changes, but may be gone. That one was missing is not
+remembered."""
 TRIES = 3
 """How often a `put` looks again where another has put a pack between its look and its own."""
 
@@ -94,7 +100,8 @@ class PackStore:
         self._deleters = max(1, connections // 2)  # look-ups have the others
         self._threads = io_executor(connections, "packs")
         self._pid = os.getpid()
-        self._known = KnownPacks()
+        self._known = RecentDict[bytes, Index](KNOWN, KNOWN_SECONDS, time.monotonic)
+        """Indexes by the key of the first block."""
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, bucket.describe(), "packs of another version were met")
 
@@ -166,7 +173,9 @@ class PackStore:
         return hits
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        firsts = self._known.packs_with(keys) | set(keys)
+        wanted, known = set(map(digest, keys)), self._known.items()
+        packs = {first for first, index in known if not wanted.isdisjoint(index.each())}
+        firsts = packs | set(keys)
         self._known.discard(firsts)
         names, deadline = [name_of(key) for key in firsts], self._limit(len(firsts))
         lanes = min(self._deleters, len(names))
@@ -183,7 +192,7 @@ class PackStore:
 
     def forget(self) -> None:
         """Read each index anew: a pack that others have deleted is believed for a minute else."""
-        self._known = KnownPacks()
+        self._known.clear()
 
     def damaged(self) -> int:
         return self._damaged.total
@@ -306,7 +315,7 @@ class PackStore:
             return None
         if index.payload_bytes != self._payload_bytes:
             return None
-        self._known.add(key, index)
+        self._known.update({key: index})
         return index
 
     def _put_piece(self, piece: _Piece, blocks: Sequence[Block]) -> bool:
@@ -319,7 +328,7 @@ class PackStore:
             parts.append(block.payload)
         if not self._bucket.put(name_of(piece.key), parts):
             return False
-        self._known.add(piece.key, parse_index(parts[0]))
+        self._known.update({piece.key: parse_index(parts[0])})
         return True
 
     def _load(
