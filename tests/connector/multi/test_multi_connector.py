@@ -102,10 +102,7 @@ def test_a_request_is_sent_when_every_saving_child_has_finished(
     assert worker.get_finished(set()) == ({"r"}, None)
 
 
-def test_receives_and_load_errors_are_united(worker: MultiWorker, children: list[Child]) -> None:
-    children[0].finished = TransferResults(finished_recving={"x"})
-    children[2].finished = TransferResults(finished_recving={"y"})
-    assert worker.get_finished(set()) == (None, {"x", "y"})
+def test_load_errors_are_united(worker: MultiWorker, children: list[Child]) -> None:
     children[0].errors, children[1].errors = {1, 2}, {2, 7}
     assert worker.get_block_ids_with_load_errors() == {1, 2, 7}
 
@@ -153,29 +150,6 @@ def test_worker_metadata_adds_up_over_ranks_child_by_child(
     assert ours is not None
     total = ours.aggregate(MultiWorkerMetadata((Sum(1), Sum(2), None)))
     assert total.metadata == (1, 7, None)
-
-
-def test_handshakes_reach_their_children(multi: MultiScheduler, calls: list[Any]) -> None:
-    multi.set_xfer_handshake_metadata(
-        {
-            0: MultiHandshakeMetadata(("a0", None, "c0")),
-            1: MultiHandshakeMetadata(("a1", None, "c1")),
-        }
-    )
-    assert calls == [
-        ("a", "handshake", {0: "a0", 1: "a1"}),
-        ("b", "handshake", {}),
-        ("c", "handshake", {0: "c0", 1: "c1"}),
-    ]
-
-
-def test_shutdown_reaches_every_child_and_raises_what_one_did(
-    multi: MultiScheduler, children: list[Child], calls: list[Any]
-) -> None:
-    children[0].error = OSError("first")
-    with pytest.raises(OSError, match="first"):
-        multi.shutdown()
-    assert [name for name, *_ in calls] == ["a", "b", "c"]
 
 
 def test_orders_of_another_connector_are_refused(worker: MultiWorker) -> None:
