@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.record import by_class, facts, imported, versions
 from tiers.engine.versions import NEWEST, OLDEST, SUPPORTED, UnsupportedEngine, check_version
 
 ROOT = Path(__file__).parent.parent.parent
-RECORDS = sorted(Path(__file__).with_name("signatures").glob("*.json"))
+RECORDED = versions()
 LEFT_TO_THE_BASE = {"role"}
 """What vLLM's base class does well for ours, in every version."""
 
@@ -53,14 +53,14 @@ def classes() -> dict[str, tuple[type, ...]]:
 
 
 def test_each_minor_version_of_the_range_is_recorded() -> None:
-    recorded = [tuple(int(n) for n in path.stem.split(".")[:2]) for path in RECORDS]
+    recorded = [tuple(int(n) for n in version.split(".")[:2]) for version in RECORDED]
     assert recorded == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_our_classes_are_what_the_version_calls(path: Path) -> None:
-    bases = json.loads(path.read_text())["bases"]
+@pytest.mark.parametrize("version", RECORDED)
+def test_our_classes_are_what_the_version_calls(version: str) -> None:
+    bases = by_class(facts(version)["bases"])
     assert bases.keys() == classes().keys()
     for name, ours_of in classes().items():
         ours, members = of_ours(ours_of), bases[name]
@@ -73,7 +73,7 @@ def test_our_classes_are_what_the_version_calls(path: Path) -> None:
         for member, parameters in members.items():
             mine = ours.get(member.removeprefix("!"))
             if mine is not None and parameters is not None:
-                takes_all(f"{name}.{member}", mine, parameters)
+                takes_all(f"{name}.{member}", mine, parameters.split())
 
 
 def takes_all(name: str, mine: Any, parameters: list[str]) -> None:
@@ -88,14 +88,9 @@ def takes_all(name: str, mine: Any, parameters: list[str]) -> None:
     assert {*needed[1:]} - {"kwargs"} <= {*by_place, *by_name}, name
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_all_that_we_import_is_there(path: Path) -> None:
-    sys.path.insert(0, str(path.parent))
-    try:
-        from record import imported
-    finally:
-        sys.path.pop(0)
-    names = json.loads(path.read_text())["names"]
+@pytest.mark.parametrize("version", RECORDED)
+def test_all_that_we_import_is_there(version: str) -> None:
+    names = {module: (text or "").split() for module, text in facts(version)["names"].items()}
     missing = [f"{m}.{name}" for m, name in imported() if name not in names.get(m, [])]
     assert not missing, "not in this version, or imported since it was recorded (see record.py)"
 
@@ -113,13 +108,13 @@ CHANGES_NOTHING = {
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_what_we_wrap_is_there_and_is_all(path: Path) -> None:
+@pytest.mark.parametrize("version", RECORDED)
+def test_what_we_wrap_is_there_and_is_all(version: str) -> None:
     from tiers.engine.model_weights import DOORS
 
-    wrapped = json.loads(path.read_text())["wrapped"]
-    assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": ["lora_request"]}
-    assert wrapped.pop("EngineCore") == {"collective_rpc": ["method", "timeout", "args", "kwargs"]}
+    wrapped = by_class(facts(version)["wrapped"])
+    assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": "lora_request"}
+    assert wrapped.pop("EngineCore") == {"collective_rpc": "method timeout args kwargs"}
     worker = wrapped.pop("Worker").keys()
     assert worker - CHANGES_NOTHING.keys() <= {*DOORS}, "may change weights, and is not counted"
     assert {*DOORS} - worker <= {"reset_weights"}, "vLLM before 0.32 has no such one"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +13,12 @@ import pytest
 import torch
 
 from tests.engine.needless_fields import NEEDLESS
+from tests.engine.record import facts, fields_of, installed, versions
 from tiers.engine.identity.config_fields import FIELDS, PARTS
 from tiers.engine.identity.facts import attention_facts, config_facts, text_of
-from tiers.engine.versions import NEWEST, OLDEST
 
 TABLE = FIELDS | NEEDLESS
-RECORDS = sorted((Path(__file__).parents[1] / "fields").glob("*.json"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "fields"))
-try:
-    from record_fields import fields_of, installed
-finally:
-    sys.path.pop(0)
+RECORDED = versions()
 
 
 def unknown(classes: dict[str, list[str]]) -> list[str]:
@@ -38,14 +31,14 @@ def unknown(classes: dict[str, list[str]]) -> list[str]:
     ]
 
 
-def test_each_minor_version_of_the_range_is_recorded() -> None:
-    recorded = [tuple(int(n) for n in path.stem.split(".")[:2]) for path in RECORDS]
-    assert recorded == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+def fields(version: str) -> dict[str, list[str]]:
+    """The fields of each class of a version."""
+    return {name: (text or "").split() for name, text in facts(version)["fields"].items()}
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_the_table_has_all_fields_of_the_version(path: Path) -> None:
-    recorded = {name: fields.split() for name, fields in json.loads(path.read_text()).items()}
+@pytest.mark.parametrize("version", RECORDED)
+def test_the_table_has_all_fields_of_the_version(version: str) -> None:
+    recorded = fields(version)
     assert len(recorded) > 40 and len(recorded["ModelConfig"]) > 60
     assert unknown(recorded) == []
 
@@ -54,7 +47,7 @@ def test_the_table_has_all_fields_of_the_version(path: Path) -> None:
 def test_the_table_has_all_fields_of_the_installed_version() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    classes = installed(Path(spec.origin).parent.parent)
+    classes = fields_of(installed(Path(spec.origin).parent.parent))
     assert classes.keys() >= {"VllmConfig", "ModelConfig", "LoadConfig"}
     assert unknown(classes) == []
 
@@ -67,10 +60,10 @@ def test_a_new_field_and_a_new_class_are_found() -> None:
 
 def test_the_table_has_no_field_that_no_version_has() -> None:
     recorded: dict[str, set[str]] = {}
-    for path in RECORDS:
-        for name, fields in json.loads(path.read_text()).items():
-            recorded.setdefault(name, set()).update(fields.split())
-    assert {name: fields.known - recorded.get(name, set()) for name, fields in TABLE.items()} == {
+    for version in RECORDED:
+        for name, known in fields(version).items():
+            recorded.setdefault(name, set()).update(known)
+    assert {name: one.known - recorded.get(name, set()) for name, one in TABLE.items()} == {
         name: frozenset() for name in TABLE
     }
 
