@@ -126,19 +126,3 @@ def test_a_trace_without_full_blocks(kvtiers: Kvtiers, trace: Path) -> None:
     ran = kvtiers("curve", trace)
     assert (ran.status, ran.out) == (2, "")
     assert "no prompt has a full block of 16 tokens" in ran.err
-
-
-def test_an_error_while_writing_leaves_what_was_there(
-    kvtiers: Kvtiers, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out.json"
-    out.write_text("before")
-
-    def interrupted(self: Path, *_: object, **__: object) -> None:
-        self.open("w").write("half")
-        raise SystemExit(130)
-
-    monkeypatch.setattr(Path, "write_text", interrupted)
-    assert kvtiers("curve", trace, "--json", out).status == 130
-    assert out.read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.json"]

@@ -136,7 +136,7 @@ def test_a_larger_tier_is_advised_where_documents_do_not_fit(
     assert "ours" not in ran.out
     assert found["diff"]["tiers"][0]["keys"][0]["key"] == "capacity"
     # All documents need 800 KiB, and 200 are free.
-    monkeypatch.setattr("tiers.control.running_chain.spare_memory", lambda: 200 << 10)
+    monkeypatch.setattr("tiers.control.engine_control.spare_memory", lambda: 200 << 10)
     rates = served.folder / "rates.yaml"
     rates.write_text(f"media: [{{type: cpu, limit: 1GB}}]\n{RATES}")
     ran = kvtiers(*arguments(served, "--json", all_of_it))

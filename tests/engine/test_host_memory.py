@@ -97,16 +97,6 @@ def open_copier(kv_caches: Any, num_blocks: int) -> CpuCopier:
     return CpuCopier(kv_caches, num_blocks)
 
 
-def test_a_capacity_no_machine_has_costs_the_engine_nothing(
-    engine: MakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    chain = load_chain({"version": 1, "tiers": [{"type": "cpu", "capacity": "4000TiB"}]})
-    made = engine(chain, num_blocks=120)
-    ask(made)
-    (line,) = unusable(caplog)
-    assert "3.906PiB" in line
-
-
 def test_staging_that_no_memory_is_left_for_is_made_smaller_and_said(
     engine: MakeEngine, tmp_path: Path, limited: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

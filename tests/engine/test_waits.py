@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
+from tests.support.replay_chains import MODEL, SLOT, cpu, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.cpu.spec import CpuSpec
 from tiers.lab.replay import ReplayEngine, answer
@@ -112,22 +110,3 @@ def test_a_tier_is_given_what_two_requests_had(
     ask(made)
     made.settle()
     assert len(store.blocks) == 101
-
-
-@pytest.mark.fault
-def test_a_tier_that_could_not_be_opened_joins_later(
-    engine: Callable[..., ReplayEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = tmp_path / "mount"
-    place.write_text("not mounted yet")
-    tiers = [{"type": "disk", "path": str(place / "tier"), "capacity": "1MiB"}]
-    made = engine(chain_of(*tiers), prefix_caching=False)
-    ask(made, LONG[:40])
-    said = [r.getMessage() for r in caplog.records if "unusable for now" in r.getMessage()]
-    assert len(said) == 1, "by one half"
-    place.unlink()
-    deadline = time.monotonic() + 30
-    while not measured(made, "loaded_tokens", "disk"):
-        assert time.monotonic() < deadline
-        ask(made, LONG[:40])
-        time.sleep(0.05)

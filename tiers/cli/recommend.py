@@ -28,8 +28,7 @@ from tiers.cli.tune import INTERRUPTED, Chains, Processes
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
     from spec.offloading import OffloadingSpec
-    from tiers.control.engine_status import EngineStatus
-    from tiers.control.running_chain import RunningChain
+    from tiers.control.engine_status import EngineStatus, RunningChain
     from tiers.traces.trace import Trace, TraceRequest
     from tiers.tuning.search.advice import Advice
     from tiers.tuning.search.budget import Budget
@@ -131,8 +130,7 @@ def _ask(engine: str | None, folder: Path | None) -> Asked:
 
     from tiers.control.ask_engines import sockets
     from tiers.control.control_server import runtime_folder
-    from tiers.control.engine_status import EngineStatus
-    from tiers.control.running_chain import RunningChain
+    from tiers.control.engine_status import EngineStatus, RunningChain
 
     name, content = only_engine(ask_engines("status", {}, engine, folder), "--from")
     ours = version("kvtiers")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, shown_chain
 from tiers.concurrency.executors import in_background
 from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.control.change_verbs import ChangeVerbs
 from tiers.control.control_server import (
     ControlServer,
@@ -20,9 +23,10 @@ from tiers.control.control_server import (
     Verb,
     runtime_folder,
 )
-from tiers.control.running_chain import RunningChain
+from tiers.control.engine_status import RunningChain
 from tiers.control.status_board import StatusBoard
 from tiers.explain.explanations import answer
+from tiers.host.spare_memory import for_slots, spare_memory
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +84,22 @@ class Control:
     def _running(self, parameters: Mapping[str, Any]) -> Any:
         if parameters:
             raise QuestionRefused("chain takes no parameters")
-        changes = self._scheduler.changes
-        chain = self._chain if changes is None else changes.chain
-        found = RunningChain.of(chain, self._file, self._scheduler, self.board, version("kvtiers"))
-        return found.model_dump(mode="json")
+        # No file is read but those of the system, which never hang.
+        scheduler, engine = self._scheduler, self._scheduler.engine
+        groups, changes = engine.kv_groups, scheduler.changes
+        opened = (c.block_bytes for c in scheduler.children if isinstance(c, OffloadingScheduler))
+        return RunningChain(
+            version=version("kvtiers"),
+            chain=shown_chain(self._chain if changes is None else changes.chain),
+            file=None if self._file is None else str(self._file),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            block_tokens=engine.block_tokens,
+            kv_bytes_per_token=max(opened, default=0) * len(groups) // engine.block_tokens or None,
+            cache_tokens=engine.num_blocks // len(groups) * groups[0].tokens,
+            spare_memory_bytes=for_slots(spare_memory()),
+            store_bytes_per_second=self.board.store_rates(engine.world_size),
+        ).model_dump(mode="json")
 
     def _explain(self, parameters: Mapping[str, Any]) -> Any:
         if self._chain.explain is None:

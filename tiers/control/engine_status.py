@@ -1,8 +1,9 @@
-"""The status of an engine and its tiers, as it crosses the control socket."""
+"""The status of an engine and its tiers, and the chain that it runs, as they cross the socket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -87,3 +88,22 @@ class EngineStatus(BaseModel):
     prefill_tokens_per_second: float | None
     tiers: list[TierStatus]
     ghosts: list[GhostStatus]
+
+
+class RunningChain(BaseModel):
+    """A chain as it runs, and facts of its engine. Sizes are over all ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: str = Field(description="That of kvtiers.")
+    chain: dict[str, Any] = Field(description="As `kvtiers validate --json` shows it.")
+    file: str | None = Field(description="From which the engine read its chain at the start.")
+    host: str
+    pid: int
+    block_tokens: int
+    kv_bytes_per_token: int | None = Field(description="None: no tier has opened.")
+    cache_tokens: int = Field(description="Of the engine's own cache.")
+    spare_memory_bytes: int = Field(description="What its host pool may still take.")
+    store_bytes_per_second: dict[str, float] = Field(
+        description="By tier, while it stores; those that stored something."
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.lookups import IndexedNames, look_up
-from tiers.connector.scheduler.lookups import Lookup
+from tests.support.lookups import IndexedNames
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 
@@ -14,21 +13,6 @@ from tiers.contract.generation import Generation
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-def test_a_request_that_waits_is_looked_up_once_in_a_while(clock: Clock) -> None:
-    store = IndexedNames()
-    manager = StoreManager(store, [b""], Generation(), clock)
-    keys = [b"%d" % number for number in range(100)]
-    store.names.update(keys[:70])
-    lookup = Lookup()
-    assert [look_up(manager, keys, lookup) for _ in range(3)] == [70] * 3
-    assert store.asked < 200
-    assert look_up(manager, keys, lookup, 10) == 60, "another question is asked"
-    store.names.clear()
-    clock.now += 1.0
-    assert look_up(manager, keys, lookup, 10) == 0
-    manager.close()
 
 
 def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:

@@ -25,8 +25,7 @@ from tests.engine.vllm.tiny_vllm import (
 from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.support.explaining import check_sums
 from tiers.cli.main import app
-from tiers.control.engine_status import EngineStatus
-from tiers.control.running_chain import RunningChain
+from tiers.control.engine_status import EngineStatus, RunningChain
 
 pytestmark = pytest.mark.vllm
 
