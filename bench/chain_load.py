@@ -15,7 +15,7 @@ from tiers.connector.assembly import open_scheduler, open_worker
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.lab.replay.engine import IDLE_SECONDS
 from tiers.lab.replay.requests import NewRequest
 

@@ -21,7 +21,8 @@ from bench.main import Scale
 from bench.report import Case, Measure
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu.copier import open_copier
-from tiers.host.slot_memory import SlotMemory, slot_stride
+from tiers.host.slot_memory import SlotMemory
+from tiers.host.slots import slot_stride
 
 LAYERS = 32
 BLOCKS = 64

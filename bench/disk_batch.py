@@ -16,7 +16,8 @@ from tiers.block import NAMESPACE_BYTES, digest
 from tiers.disk.slab import Durability, Io, slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.host.slot_memory import SlotMemory
-from tiers.store import Block, GatheredBlock
+from tiers.store import Block, GatheredBlock, TierStore, batch_blocks
+from tiers.wrappers.put_process import PutsApart
 
 
 class Bench:
@@ -56,9 +57,9 @@ class Bench:
 
         return run
 
-    def tier(self, io: Io, durability: Durability = "none") -> Tier:
-        """A full tier."""
-        return Tier(self, self.place(), io, durability, self._stack)
+    def tier(self, io: Io, durability: Durability = "none", apart: bool = False) -> Tier:
+        """A full tier; `apart`: another process stores."""
+        return Tier(self, self.place(), io, durability, apart, self._stack)
 
     def raw(self, direct: bool) -> RawLoop:
         """A raw file, written once from end to end."""
@@ -82,12 +83,23 @@ class Tier:
     bring their checksums, as a chain's do, which are computed once, behind the gather."""
 
     def __init__(
-        self, bench: Bench, path: Path, io: Io, durability: Durability, stack: ExitStack
+        self,
+        bench: Bench,
+        path: Path,
+        io: Io,
+        durability: Durability,
+        apart: bool,
+        stack: ExitStack,
     ) -> None:
         self.path = path
         capacity = bench.batches * bench.count * slot_bytes(bench.payload_bytes)
         spec = DiskSpec(path=path, capacity=capacity, io=io, durability=durability)
-        self._store = spec.open(StoreContext(bench.payload_bytes))
+        site = StoreContext(bench.payload_bytes)
+        self._store: TierStore = spec.open(site)
+        self._at_once = bench.count
+        if apart:
+            self._at_once = batch_blocks(bench.payload_bytes)
+            self._store = PutsApart(self._store, spec, site, "disk")
         stack.callback(self._store.close)
         self._bench = bench
         self._checksum = digest(bench.payloads[0])  # all have the same bytes
@@ -108,7 +120,9 @@ class Tier:
     def store(self) -> None:
         """Store a batch."""
         self._batch += 1
-        _require(self._store.put(self._blocks()))
+        blocks = self._blocks()
+        for start in range(0, len(blocks), self._at_once):
+            _require(self._store.put(blocks[start : start + self._at_once]))
 
     def load(self, places: Sequence[int] | None = None) -> None:
         """Load the batch stored last, or what is at these places of all, the oldest first."""

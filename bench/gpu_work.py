@@ -21,7 +21,7 @@ from bench.report import Case, Measure
 from tiers.gpu import cuda
 from tiers.gpu.bus import Batch, Bus
 from tiers.gpu.cuda import CudaCopier
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 
 REPEATS = 50
 """Copies of one round: one by itself takes less than the clock tells."""

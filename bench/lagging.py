@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from bench.scheduler import PAYLOAD
 from spec.chain import ChainSpec
 from tiers.cpu.spec import CpuSpec
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.store import Block
 from tiers.testing import GivenSpec
 

@@ -33,7 +33,7 @@ from tiers.disk.disk_store import DiskStore
 from tiers.disk.index.edit import Entry, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
-from tiers.host.slot_memory import ALIGNMENT, slot_stride
+from tiers.host.slots import ALIGNMENT, slot_stride
 from tiers.lab.replay.requests import NewRequest
 from tiers.testing import MemoryStore
 

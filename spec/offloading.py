@@ -245,6 +245,13 @@ class StoreSpec(OffloadingSpec):
         "waits for its first bytes, and hurt where it waits for bandwidth. Each takes 32MiB of "
         "host memory.",
     )
+    store_process: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Store blocks by a process beside each of the engine's workers, so that stores "
+        "do not keep the engine's thread from launching its work. It takes 40 MB of memory, more "
+        "for some plugins, and copies each block once more. auto: where the engine computes on a "
+        "GPU.",
+    )
     write_budget: ByteRate | None = Field(
         default=None,
         description="Limit the bytes stored in the long run, like 2TB/day, to spare an SSD. An "

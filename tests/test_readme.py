@@ -16,7 +16,7 @@ from tiers.connector.scheduler.open_tier import Announcer
 from tiers.contract.pool_size import STAGING
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.host.slot_memory import slots_within
+from tiers.host.slots import slots_within
 from tiers.remote.spec import RedisSpec
 from tiers.store import TierStore, Usage
 

@@ -27,6 +27,7 @@ from tiers.testing.template.kit import TestTemplate  # noqa: F401 - pytest runs 
 from tiers.trial import Medium, find_lie
 from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
+from tiers.wrappers.put_process import PutsApart
 
 
 class Same:
@@ -89,6 +90,22 @@ class BehindAGuard(Same, Tier):
 
     test_errors_are_raised = _guarded
     test_what_could_not_be_written_is_not_held = _guarded
+
+
+class StoredApart(Same, Tier):
+    """Another process puts the blocks, as a worker's beside its scheduler does: what this one knows
+    of their use is written within a second, and what it drops it has looked up before."""
+
+    def _later(self) -> None:
+        raise SkipTest(f"{type(self).__name__} puts by another process")
+
+    test_what_is_loaded_outlives_others_and_goes_from_its_tail = _later
+    test_what_is_touched_outlives_others_and_goes_from_its_tail = _later
+    test_a_dropped_block_of_a_prompt_is_gone = _later
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        store, site = super().open_store(payload_bytes), StoreContext(payload_bytes)
+        return PutsApart(store, self.make_spec(), site, "tier")
 
 
 class TestRedis(Tier):
@@ -192,6 +209,10 @@ class TestShared(InPacks):
         return SharedSpec(path=self.path)
 
 
+class TestObjectApart(StoredApart, TestObject):
+    pass
+
+
 class TestEncryptedShared(Encrypted, TestShared):
     pass
 
@@ -211,6 +232,10 @@ class TestDisk(Tier):
 
     def medium(self, store: TierStore) -> Medium:
         return SlabMedium(self.path, self.name)
+
+
+class TestDiskApart(StoredApart, TestDisk):
+    pass
 
 
 class TestEncryptedDisk(Encrypted, TestDisk):

@@ -13,13 +13,15 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 import zstandard
 
 from tiers.block import Buffer, address_of, copy
 from tiers.errors import OtherFormat, RecordError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +148,9 @@ def _pieces(
     pairs = len(planes) // 2
     if not pairs:
         return
-    # torch warns of a payload that is read-only, as one to encode is.
+    import torch  # a process that stores blocks needs it for this alone, and it takes 200 MB
+
+    # It warns of a payload that is read-only, as one to encode is.
     memory = (ctypes.c_char * len(payload)).from_address(address_of(payload))
     elements = torch.frombuffer(memory, dtype=torch.int16, count=pairs)
     upper, lower = torch.frombuffer(planes, dtype=torch.uint8).view(2, pairs)

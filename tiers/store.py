@@ -89,6 +89,7 @@ class TierStore(Protocol):
     TierNotOpen; it is then closed, and opened anew by its spec.
 
     Processes: the scheduler's process and each worker open the store, and all see the same blocks.
+    With the tier's `store_process` a process beside each worker does, too, and it alone puts.
 
     Threads: calls overlap, of one verb and of several. In a worker one thread calls `put` and three
     call `get`; in the scheduler's process four threads call `has`, and one `drop` and `clear`. The

@@ -23,7 +23,7 @@ from tests.engine.vllm.tiny_vllm import LLAMA, documents
 from tests.engine.vllm.vllm_server import VllmServer
 from tests.support.damage import damage_blocks, keys_on
 from tests.support.servers import RedisServer, binaries
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 

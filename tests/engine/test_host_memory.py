@@ -20,6 +20,7 @@ from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier
 from tiers.host import slot_memory
 from tiers.host.slot_memory import SlotMemory
+from tiers.host.slots import slot_stride
 from tiers.lab.replay import ReplayEngine
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -58,7 +59,7 @@ def test_a_capacity_beyond_the_limit_is_refused_and_the_others_serve(
     made_memory: list[int] = []
 
     def counting(slots: int, payload: int, *args: Any, **more: Any) -> SlotMemory:
-        made_memory.append(slots * slot_memory.slot_stride(payload))
+        made_memory.append(slots * slot_stride(payload))
         return SlotMemory(slots, payload, *args, **more)
 
     monkeypatch.setattr(host_slots, "SlotMemory", counting)
@@ -122,7 +123,7 @@ def test_a_call_pins_so_many_whole_slots(
     pinned: list[tuple[int, int]], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drivers refuse to pin very much at once, and to copy from one such range into the next."""
-    stride = slot_memory.slot_stride(10_000)
+    stride = slot_stride(10_000)
     monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * stride + 5)
     assert slot_memory.pinned_together(stride) == 3
     memory = SlotMemory(slots, 10_000, pin=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiers.cpu.spec import CpuSpec
-from tiers.host.slot_memory import ALIGNMENT, SlotMemory, slot_stride
-from tiers.host.slots import SlotPool
+from tiers.host.slot_memory import SlotMemory
+from tiers.host.slots import ALIGNMENT, SlotPool, slot_stride
 
 SLOTS = 5
 CAPACITY = 3

@@ -67,7 +67,10 @@ MUTANTS = (
         "self._payload_bytes, stored, codec)",
     ),
     STORE.but(
-        "truth", "damage is not counted", '        self._damaged.count("value", len(spoilt))\n', ""
+        "truth",
+        "damage is not counted",
+        '        self._damaged.count("value", len(spoilt - others))\n',
+        "",
     ),
     STORE.but(
         "truth",

@@ -70,7 +70,7 @@ class PoolSize:
     def slots(self, payload_bytes: int) -> int:
         """How many slots each rank has, for blocks of this many bytes; fewer for larger blocks."""
         # Here, since it imports torch, which the doctor does without.
-        from tiers.host.slot_memory import slots_within
+        from tiers.host.slots import slots_within
 
         slots = slots_within(self.num_bytes, payload_bytes, self.world_size)
         # A block in flight that a host tier keeps has one slot for both.

@@ -30,7 +30,7 @@ import torch
 from tiers.concurrency.executors import io_executor
 from tiers.gpu.bus import near_device, open_bus
 from tiers.gpu.pages import Copies, PageCopies, PagedKV
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 
 logger = logging.getLogger(__name__)
 

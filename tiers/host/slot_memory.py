@@ -18,11 +18,10 @@ from spec.fields import format_size
 from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.numa import bind
 from tiers.errors import TierUnusable
+from tiers.host.slots import slot_stride
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096
-"""Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
 REGISTER_BYTES = 64 << 20
 """Most bytes that are pinned by one call, but for a slot that is larger: what is unpinned and given
 back at once. Drivers refuse calls of 512 GiB, and on some hosts of 96."""
@@ -40,16 +39,6 @@ MAP_NORESERVE = 0x4000
 kernel may refuse to set so many addresses aside."""
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
-
-
-def slot_stride(payload_bytes: int) -> int:
-    """Bytes from one slot to the next."""
-    return -(-payload_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def slots_within(budget: int, payload_bytes: int, world_size: int) -> int:
-    """How many slots each of `world_size` ranks gets of a budget in bytes for all of them."""
-    return budget // world_size // slot_stride(payload_bytes)
 
 
 def pinned_together(stride: int) -> int:

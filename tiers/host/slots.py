@@ -26,6 +26,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+ALIGNMENT = 4096
+"""Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
+
+
+def slot_stride(payload_bytes: int) -> int:
+    """Bytes from one slot to the next."""
+    return -(-payload_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def slots_within(budget: int, payload_bytes: int, world_size: int) -> int:
+    """How many slots each of `world_size` ranks gets of a budget in bytes for all of them."""
+    return budget // world_size // slot_stride(payload_bytes)
+
 
 class Claim(NamedTuple):
     """A slot claimed for a key; `fresh`: its bytes must still be gathered."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.scaling import Tier, moved
 from tiers.lab.server import Server

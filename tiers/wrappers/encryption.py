@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.cmac import CMAC
 
 from tiers.errors import TierError
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.store import (
     Block,
     Capability,

@@ -16,7 +16,7 @@ from tiers.block import HEADER_BYTES, copy, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierError
 from tiers.host.scratch import Scratch
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.store import (
     Block,
     Capability,

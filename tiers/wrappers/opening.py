@@ -23,6 +23,7 @@ from tiers.store import TierStore
 from tiers.trial import find_lie
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
+from tiers.wrappers.put_process import PutsApart
 from tiers.wrappers.reopening import Reopening
 
 logger = logging.getLogger(__name__)
@@ -42,18 +43,22 @@ def open_guarded(
     site: StoreContext,
     in_step: bool = False,
     announce: Callable[[TierStore], None] | None = None,
+    puts_apart: bool = False,
 ) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable.
 
     One that can't be opened for now is tried again, and joins when it is open, as one does that
     takes long. `in_step`: the engine waits meanwhile, which it
     may only for a moment. `announce` is called with the open store, on the thread that opened it.
+    `puts_apart`: a process beside this one puts the blocks (see `put_process`).
     """
     name = log_name(spec)
     # Each worker opens the store as well; the operator is warned once.
     level = logging.DEBUG if announce is None else logging.WARNING
     try:
-        store = Reopening(name, partial(_open, spec, site, level), announce)
+        make = partial(_open, spec, site, level)
+        apart = partial(_open_apart, make, spec, site, name)
+        store = Reopening(name, apart if puts_apart else make, announce)
         store.first(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except TierUnusable as error:
         if package_of(spec) is None:
@@ -62,6 +67,17 @@ def open_guarded(
     except Exception as error:
         raise TierUnusable(f"{name}: open raised {describe_error(error)}") from error
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
+
+
+def _open_apart(
+    make: Callable[[], TierStore], spec: StoreSpec, site: StoreContext, name: str
+) -> TierStore:
+    return PutsApart(make(), spec, site, name)
+
+
+def open_bare(spec: StoreSpec, site: StoreContext) -> TierStore:
+    """Open a tier's store without a guard. Raises what `open` raises."""
+    return _open(spec, site, logging.DEBUG)
 
 
 def log_name(spec: OffloadingSpec) -> str:

@@ -25,7 +25,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.lab.replay.requests import NewRequest
 from tiers.testing import GivenSpec
 

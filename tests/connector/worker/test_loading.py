@@ -21,7 +21,8 @@ from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.messages import LoadItem, LoadJob
 from tiers.contract.weight_reports import Weights
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import SlotMemory, slot_stride
+from tiers.host.slot_memory import SlotMemory
+from tiers.host.slots import slot_stride
 from tiers.store import Block, time_left
 from tiers.wrappers.guard import HEALTHY, Guarded
 

@@ -87,11 +87,14 @@ def test_eviction_restart_and_replica(
     shared_server: Any,
 ) -> None:
     """Each tier serves in turn; two of them are of one type. What is asked is recorded. Of these
-    engines one has two steps in flight, and the others find what it has stored."""
+    engines one has two steps in flight, and the others find what it has stored, or what processes
+    beside it have."""
     trace = tmp_path / "trace"
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path), "ttl": "1h"}
     redis["timeout"] = "30s"  # what a busy machine takes longer for is a miss otherwise
-    disks = [disk(tmp_path / name, name=name) for name in ("fast", "slow")]
+    redis["store_process"] = "always"
+    slow = disk(tmp_path / "slow", name="slow")
+    disks = [disk(tmp_path / "fast", name="fast", store_process="always"), slow]
 
     first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace, **AHEAD)
     assert first.tokens == answers * 2

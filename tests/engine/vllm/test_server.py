@@ -13,7 +13,7 @@ import yaml
 from tests.engine.vllm.metrics import Samples
 from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, BLOCK_TOKENS, Run, documents
 from tests.engine.vllm.vllm_server import VllmServer
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 
 pytestmark = pytest.mark.vllm
 

@@ -25,8 +25,7 @@ from tiers.contract.generation import Generation
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import ALIGNMENT, slot_stride, slots_within
-from tiers.host.slots import SlotPool
+from tiers.host.slots import ALIGNMENT, SlotPool, slot_stride, slots_within
 from tiers.store import Clear, Described, Measured, TierStore, capability
 from tiers.wrappers.guarded_residency import open_residency
 from tiers.wrappers.opening import log_name, open_guarded

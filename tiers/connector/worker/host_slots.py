@@ -23,7 +23,8 @@ from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import Prefault, SlotMemory, slot_stride
+from tiers.host.slot_memory import Prefault, SlotMemory
+from tiers.host.slots import slot_stride
 from tiers.host.spare_memory import for_slots, reservable_memory, spare_memory
 from tiers.records import NamespaceNote
 

@@ -22,7 +22,8 @@ from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import SlotMemory, slot_stride
+from tiers.host.slot_memory import SlotMemory
+from tiers.host.slots import slot_stride
 from tiers.loading.load_cost import LatencyModel
 from tiers.store import GatheredBlock, Prefix, Waiting
 from tiers.wrappers.guard import Guarded

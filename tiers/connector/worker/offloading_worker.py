@@ -39,7 +39,7 @@ from tiers.contract.messages import (
 )
 from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import ALIGNMENT, slots_within
+from tiers.host.slots import ALIGNMENT, slots_within
 from tiers.store import GatheredBlock, Prefix, batch_blocks
 from tiers.wrappers.guard import HEALTHY, Guarded, warned
 from tiers.wrappers.opening import log_name, open_guarded
@@ -274,6 +274,11 @@ class OffloadingWorker(WorkerConnector):
         if handshake is not None:
             self._open(self._spec, handshake)
 
+    def _stores_apart(self, spec: StoreSpec) -> bool:
+        """Whether another process stores blocks: as a GPU needs a thread that launches its work."""
+        is_auto = spec.store_process == "auto"
+        return self._host.copier.pin if is_auto else spec.store_process == "always"
+
     def _open(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
         """Open the store, under the worker's namespace; publish the handshake only afterwards."""
         if self._unusable is None:
@@ -281,7 +286,7 @@ class OffloadingWorker(WorkerConnector):
                 self._loading.open()
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 with bound(self._host.copier.cpus):  # a store's threads touch the host pool
-                    store = open_guarded(spec, site)
+                    store = open_guarded(spec, site, puts_apart=self._stores_apart(spec))
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)

@@ -13,7 +13,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.pool_size import PoolSize
 from tiers.disk.slab import slot_bytes
 from tiers.errors import KVTiersError
-from tiers.host.slot_memory import slot_stride
+from tiers.host.slots import slot_stride
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import Link, LinkedSpec
 from tiers.remote.spec import RedisSpec

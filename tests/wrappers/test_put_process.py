@@ -1,0 +1,387 @@
+"""Blocks that another process puts: what an engine sees of it, and when it can't be had."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from spec.offloading import StoreContext, StoreSpec
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, workload
+from tests.support.topologies import wait_until
+from tiers.connector.worker.offloading_worker import OffloadingWorker
+from tiers.disk.disk_store import DiskStore
+from tiers.disk.spec import DiskSpec
+from tiers.errors import TierFull, TierNotOpen, TierUnavailable
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.remote.object_spec import ObjectSpec
+from tiers.store import (
+    Block,
+    GatheredBlock,
+    Prefix,
+    PutCounts,
+    Resizable,
+    Waiting,
+    batch_blocks,
+    capability,
+)
+from tiers.testing import GivenSpec, Memory, MemoryStore, make_key
+from tiers.wrappers import put_process, put_server
+from tiers.wrappers.put_process import PutsApart, receive, send
+
+SIZE = 64 << 10
+SITE = StoreContext(SIZE)
+
+
+def keys(count: int = 3) -> list[bytes]:
+    return [make_key() for _ in range(count)]
+
+
+def put(store: PutsApart, some: Sequence[bytes]) -> list[bool]:
+    return store.put(Memory(some, SIZE).fill().readonly())
+
+
+def spec(path: Path, blocks: int = 200) -> DiskSpec:
+    return DiskSpec(path=path / "kv", capacity=blocks * (SIZE + 4096))
+
+
+def opened(of: StoreSpec) -> PutsApart:
+    return PutsApart(of.open(SITE), of, SITE, "tier")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[PutsApart]:
+    made = opened(spec(tmp_path))
+    yield made
+    made.close()
+
+
+def number(store: PutsApart) -> int:
+    """The process that puts."""
+    assert store._process is not None
+    return store._process.number
+
+
+def in_the_engine(store: PutsApart) -> bool:
+    return store._process is None
+
+
+def test_another_process_puts_what_this_one_finds(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(store._inner), "put", None)
+    some = keys(batch_blocks(SIZE))
+    monkeypatch.setattr(put_process, "PART_BYTES", 3 * SIZE)
+    assert put(store, some) == [True] * len(some)
+    memory = Memory(some, SIZE)
+    assert store.get(memory.blocks) == [True] * len(some)
+    assert all(map(memory.holds, range(len(some))))
+    assert store.counts() == PutCounts(0, 0)
+    assert put(store, some[:4]) == [True] * 4
+    assert store.counts() == PutCounts(renewed=4)
+    assert number(store) != os.getpid()
+
+
+# -- it can't be had -------------------------------------------------------------------------
+
+
+def no_program(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys, "executable", "/nowhere/python")
+
+
+def ends_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys, "executable", shutil.which("false"))
+
+
+def other_modules(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(put_process, "_SERVE", "import json, sys, no_such_module")
+
+
+def may_not_write(patch: pytest.MonkeyPatch) -> None:
+    """As containers forbid it."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "its memory can't be written")
+
+    patch.setattr(put_process._Process, "_copy", refused)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("why", [no_program, ends_at_once, other_modules, may_not_write])
+def test_where_there_is_none_the_engine_puts(
+    why: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    why(monkeypatch)
+    store, some = opened(spec(tmp_path)), keys()
+    for _ in range(2):
+        assert put(store, some) == [True] * 3
+    assert in_the_engine(store)
+    assert store.has(some) == [True] * 3
+    assert [line.levelname for line in caplog.records if "engine's" in line.message] == ["WARNING"]
+    store.close()
+
+
+def test_settings_that_hold_an_object_stay_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    given = GivenSpec(type="given", name="store").over(MemoryStore())
+    store, some = opened(given), keys()
+    assert put(store, some) == [True] * 3
+    assert in_the_engine(store)
+    assert "handed over" in caplog.text
+    store.close()
+
+
+# -- it ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.fault
+def test_one_that_is_killed_costs_a_put(store: PutsApart) -> None:
+    some = keys()
+    assert put(store, some) == put(store, some) == [True] * 3
+    first = number(store)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(TierUnavailable, match="signal 9"):
+        put(store, keys())
+    more = keys()
+    assert put(store, more) == [True] * 3
+    assert number(store) != first
+    assert store.has(some + more) == [True] * 6
+    assert store.counts() == PutCounts(renewed=3), "a count has fallen"
+
+
+@pytest.mark.fault
+def test_a_put_that_hangs_ends_with_its_process(store: PutsApart) -> None:
+    """Until then the payloads are in use: they may be read still."""
+    put(store, keys())
+    os.kill(number(store), signal.SIGSTOP)
+    errors: list[Exception] = []
+
+    def hang() -> None:
+        try:
+            put(store, keys())
+        except TierUnavailable as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    os.kill(number(store), signal.SIGKILL)
+    thread.join(10)
+    assert len(errors) == 1
+
+
+def test_one_that_talks_nonsense_does_not_live_on(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It might read the payloads of a put that has ended."""
+    put(store, keys())
+    process = number(store)
+
+    def nonsense(_: object) -> dict[str, Any]:
+        raise ValueError("no JSON")
+
+    with monkeypatch.context() as patch, pytest.raises(TierUnavailable, match="no JSON"):
+        patch.setattr(put_process, "receive", nonsense)
+        put(store, keys())
+    assert not is_there(process)
+    assert put(store, keys()) == [True] * 3
+
+
+@pytest.mark.fault
+def test_one_that_can_not_be_begun_again_is_a_failure(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine's process never did it does not begin to do in the midst of traffic."""
+    put(store, keys())
+    os.kill(number(store), signal.SIGKILL)
+    ends_at_once(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(TierUnavailable):
+            put(store, keys())
+    monkeypatch.undo()
+    assert put(store, keys()) == [True] * 3
+
+
+def test_it_ends_with_a_store_that_is_closed(tmp_path: Path) -> None:
+    store = opened(spec(tmp_path))
+    put(store, keys())
+    process = number(store)
+    store.close()
+    assert not is_there(process)
+
+
+@pytest.mark.fault
+def test_it_ends_with_an_engine_that_is_killed(tmp_path: Path) -> None:
+    engine = f"""
+        from pathlib import Path
+        from tests.wrappers.test_put_process import *
+        store = opened(spec(Path({str(tmp_path)!r})))
+        put(store, keys())
+        print(number(store), flush=True)
+        time.sleep(60)
+    """
+    running = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(engine)], stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    process = int(running.stdout.readline())
+    assert is_there(process)
+    running.kill()
+    running.communicate()
+    wait_until(lambda: not is_there(process))
+
+
+def is_there(process: int) -> bool:
+    """Whether it runs; one that has ended may wait for its parent still."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_looks_whether_the_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the engine's was forked into may have the other end of the socket, too."""
+    monkeypatch.setattr(put_server, "LOOKED_EVERY_S", 0.01)
+    with served(MemoryStore(), monkeypatch) as engine:
+        assert receive(engine)["rows"]
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert engine.recv(1) == b""
+
+
+# -- what it is told, and what it says -------------------------------------------------------
+
+
+def test_a_new_capacity_outlives_the_process(store: PutsApart, tmp_path: Path) -> None:
+    put(store, keys())
+    more = spec(tmp_path, 400).capacity
+    resizable = capability(store, Resizable)
+    assert resizable is not None
+    resizable.resize(more)
+    os.kill(number(store), signal.SIGKILL)
+    with pytest.raises(TierUnavailable):
+        put(store, keys())
+    put(store, keys())
+    assert store.usage().capacity == more
+
+
+def test_a_folder_that_is_gone_is_opened_anew(store: PutsApart, tmp_path: Path) -> None:
+    """The kind of an error stays: this one has the guard open the store again."""
+    put(store, keys())
+    shutil.rmtree(tmp_path / "kv")
+
+    def says_so() -> bool:
+        try:
+            put(store, keys())
+        except TierNotOpen:
+            return True
+        return False
+
+    wait_until(says_so)
+
+
+SAYS_SO = """
+import logging
+from tiers.disk.disk_store import DiskStore
+from tiers.errors import TierFull
+from tiers.store import time_left
+def put(store, blocks):
+    logging.getLogger("tiers.there").warning("%g s are left", round(time_left()))
+    raise TierFull("no room")
+DiskStore.put = put
+serve("""
+
+
+def test_it_knows_the_time_left_and_the_engine_logs_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", SAYS_SO))
+    monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
+    store = opened(spec(tmp_path))
+    with Waiting(lambda: 5.2), pytest.raises(TierFull, match="no room"):
+        put(store, keys())
+    said = [line for line in caplog.records if line.name == "tiers.there"]
+    assert {(line.levelname, line.message) for line in said} == {("WARNING", "5 s are left")}
+    store.close()
+
+
+def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    store = opened(ObjectSpec.model_validate({"type": "object", "url": f"file://{tmp_path}/kv"}))
+    some = [bytes(16) + key for key in keys(8)]
+    blocks = Memory(some, SIZE).fill().readonly()
+    packed = [GatheredBlock(*block, None, Prefix(some, at, 8)) for at, block in enumerate(blocks)]
+    assert store.put(packed) == [True] * 8
+    assert sum(path.is_file() for path in (tmp_path / "kv").rglob("*")) == 1
+    store.close()
+
+
+@contextmanager
+def served(store: MemoryStore, patch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The engine's end of a socket at whose other end a thread puts into a store."""
+    patch.setattr(put_server, "open_bare", lambda *_: store)
+    engine, theirs = socket.socketpair()
+
+    def serve() -> None:
+        with theirs, ExitStack() as stack, pytest.raises(EOFError):
+            put_server._Server(theirs, stack).run()
+
+    settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
+    place = {"payload_bytes": SIZE, "num_ranks": 1}
+    send(engine, {"settings": settings, "site": place, "level": logging.INFO})
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with engine:
+        yield engine
+    thread.join()
+
+
+# -- in an engine ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["always", "never", "auto"])
+def test_an_engine_loads_what_another_process_stored(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU its own stores blocks, unless it is told otherwise."""
+    here = list[int]()
+    really = DiskStore.put
+
+    def count(store: DiskStore, blocks: Sequence[Block]) -> list[bool]:
+        here.append(len(blocks))
+        return really(store, blocks)
+
+    monkeypatch.setattr(DiskStore, "put", count)
+    chain = chain_of(cpu(12), disk(tmp_path / "kv", "4MiB", store_process=how))
+    engine = ReplayEngine(chain, MODEL, num_blocks=20, batch_tokens=64)
+    for prompt, max_tokens in workload(seed=3):
+        request = engine.add(prompt, max_tokens)
+        engine.run()
+        engine.settle()
+        assert request.output == answer(MODEL, prompt, max_tokens)
+    assert measured(engine, "stored_blocks", "disk") > 0 < measured(engine, "loaded_tokens", "disk")
+    assert measured(engine, "store_failures", "disk") == 0
+    assert bool(here) == (how != "always")
+    engine.close()
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_on_a_device_another_process_stores(has_device: bool, tmp_path: Path) -> None:
+    worker = SimpleNamespace(_host=SimpleNamespace(copier=SimpleNamespace(pin=has_device)))
+    assert OffloadingWorker._stores_apart(cast(Any, worker), spec(tmp_path)) == has_device

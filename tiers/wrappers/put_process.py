@@ -1,0 +1,347 @@
+"""Blocks are put by a process beside the engine's, into a store that is open here as well.
+
+Whoever puts blocks takes the interpreter's lock again after each call of the system, of LMDB or of
+a checksum, and an engine's thread that launches small kernels sleeps each time until it has the
+lock back. The process has an interpreter of its own (`put_server`): payloads are copied into its
+memory, without the lock, and its answer is waited for. All other verbs stay here.
+
+A process can't be had everywhere, nor may everybody write into another's memory. Then blocks are
+put here, and one log line says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from operator import add
+from typing import Any
+
+from spec.errors import describe_error
+from spec.offloading import StoreContext, StoreSpec
+from spec.registry import make_tier
+from tiers import errors
+from tiers.block import address_of
+from tiers.errors import KVTiersError, TierError, TierUnavailable
+from tiers.store import (
+    Block,
+    Counts,
+    PutCounts,
+    Resizable,
+    StoreWrapper,
+    TierStore,
+    each,
+    time_left,
+)
+
+PART_BYTES = 16 << 20
+"""Payloads that are handed over at once, one block at least; the process puts what it has while the
+next are copied. With a quarter of it stores were a fourth faster, and an engine's thread lost twice
+as much by them: each message has threads here ask for the interpreter's lock."""
+CLOSE_SECONDS = 20.0
+"""How long the store may take to close there: the guard waits 30 s for all of it."""
+KILL_SECONDS = 1.0
+ENDING_SECONDS = 0.1
+"""How long one that is gone may take to have ended."""
+
+_SERVE = """import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from tiers.wrappers.put_server import serve
+serve(int(sys.argv[3]))"""
+_LENGTH = struct.Struct("<Q")
+_LOST = (OSError, EOFError, ValueError)
+"""What a process that is gone, or talks nonsense, makes the calls for it raise."""
+
+logger = logging.getLogger(__name__)
+
+
+class CannotServe(KVTiersError):
+    """The process can't be had, or not be given payloads; says why."""
+
+
+class PutsApart(StoreWrapper):
+    """A TierStore over one that is open here, whose blocks a process puts that has it open, too."""
+
+    def __init__(self, store: TierStore, spec: StoreSpec, site: StoreContext, name: str) -> None:
+        """Takes over `store`, opened by `spec`. Begins the process, and does not wait for it."""
+        super().__init__(store)
+        self._spec, self._site, self._name = spec, site, name
+        self._ended = PutCounts()
+        """What processes that have ended had counted."""
+        self._has_served = False
+        # Held during a put. A change of the capacity comes from another thread.
+        self._lock = threading.Lock()
+        self._process = self._begin()
+
+    def _begin(self) -> _Process | None:
+        try:
+            return _Process(self._spec, self._site, self._name)
+        except CannotServe as error:
+            self._log(str(error))
+            return None
+
+    def _log(self, why: str) -> None:
+        line = "tier %s: blocks are stored by the engine's process, since another can't (%s)"
+        logger.warning(line, self._name, why)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        with self._lock:
+            process = self._serving()
+            if process is not None:
+                try:
+                    return process.put(blocks)
+                except _LOST as error:
+                    raise self._lost(error) from error
+        return self._inner.put(blocks)
+
+    def _serving(self) -> _Process | None:
+        """The process, once it takes payloads; None: none ever did. Raises TierUnavailable for one
+        that does not any more."""
+        if self._process is None and self._has_served:
+            self._process = self._begin()
+        if self._process is not None and not self._process.is_open:
+            try:
+                self._process.wait_until_open()
+            except (CannotServe, TierError, *_LOST) as error:
+                if self._has_served:
+                    raise self._lost(error) from error
+                self._log(str(self._lost(error)))
+            else:
+                self._has_served = True
+                line = "tier %s: blocks are stored by the process %d, beside the engine's"
+                logger.info(line, self._name, self._process.number)
+        return self._process
+
+    def _lost(self, error: Exception) -> TierUnavailable:
+        """Forget the process, which is of no use; return the error to raise."""
+        process, self._process = self._process, None
+        assert process is not None
+        self._ended = _sum(self._ended, process.counts)
+        how = process.kill() or describe_error(error)
+        return TierUnavailable(f"the process that stores blocks is gone: {how}")
+
+    def counts(self) -> PutCounts:
+        process = self._process
+        there = PutCounts() if process is None else process.counts
+        return _sum(_sum(self._inner_as(Counts).counts(), self._ended), there)
+
+    def resize(self, capacity: int) -> None:
+        self._inner_as(Resizable).resize(capacity)
+        with self._lock:
+            self._spec = self._spec.model_copy(update={"capacity": capacity})
+            if (process := self._serving()) is not None:
+                try:
+                    process.resize(capacity)
+                except _LOST as error:
+                    raise self._lost(error) from error
+
+    def close(self) -> None:
+        # Not under the lock: a put that hangs would keep the tier from closing.
+        if (process := self._process) is not None:
+            process.close()
+        self._inner.close()
+
+
+class _Range(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Process:
+    """A process that has a store open. Used by one thread at a time, but for `close`."""
+
+    def __init__(self, spec: StoreSpec, site: StoreContext, name: str) -> None:
+        """Raises CannotServe."""
+        settings = _settings(spec)
+        self.counts = PutCounts()
+        """What its store has counted so far."""
+        self._payload_bytes = site.payload_bytes
+        self._rows: list[int] = []
+        """Where it takes payloads: addresses in its memory, for each block of a batch."""
+        self._socket, theirs = socket.socketpair()
+        named = f"kvtiers-put-{name}", json.dumps(sys.path), str(theirs.fileno())
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _SERVE, *named],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                self._socket.close()
+                raise CannotServe(describe_error(error)) from error
+        self.number = self._process.pid
+        level = logging.getLogger("tiers").getEffectiveLevel()
+        place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
+        with suppress(OSError):  # one that has ended is noticed when it is waited for
+            send(self._socket, {"settings": settings, "site": place, "level": level})
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._rows)
+
+    def wait_until_open(self) -> None:
+        """Wait until its store is open, and try whether it can be given payloads. Raises what its
+        store raised, and OSError, EOFError and CannotServe."""
+        rows: list[int] = self._hear()["rows"]
+        nothing = ctypes.c_ubyte()
+        self._copy([(ctypes.addressof(nothing), rows[0], 1)])
+        self._rows = rows
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """As a store. Raises OSError, EOFError and ValueError of a process that is gone."""
+        at_once = max(1, PART_BYTES // self._payload_bytes)
+        starts = range(0, len(blocks), at_once)
+        parts = [blocks[start : start + at_once] for start in starts]
+        for start, part in zip(starts, parts, strict=True):
+            self._hand_over(part, start)
+        answers = [*map(self._answer, parts)]
+        failed = [answer for answer in answers if isinstance(answer, TierError)]
+        held = [
+            [False] * len(part) if isinstance(answer, TierError) else answer
+            for part, answer in zip(parts, answers, strict=True)
+        ]
+        if failed and not any(map(any, held)):
+            raise failed[0]
+        return [*chain.from_iterable(held)]
+
+    def _hand_over(self, blocks: Sequence[Block], first: int) -> None:
+        """Copy payloads to the rows from the first on, and have them put."""
+        rows = self._rows[first : first + len(blocks)]
+        pieces = [
+            (address_of(block.payload), row, len(block.payload))
+            for block, row in zip(blocks, rows, strict=True)
+        ]
+        self._copy(pieces)
+        prompts: dict[int, tuple[int, Sequence[bytes]]] = {}
+        written = []
+        for block in blocks:
+            checksum, prefix, at = block.checksum, block.prefix, None
+            if prefix is not None:
+                number, _ = prompts.setdefault(id(prefix.keys), (len(prompts), prefix.keys))
+                at = number, prefix.at, prefix.group
+            written.append((block.key.hex(), None if checksum is None else checksum.hex(), at))
+        left = time_left()
+        message = {
+            "put": written,
+            "first": first,
+            "prompts": [[key.hex() for key in keys] for _, keys in prompts.values()],
+            "left": None if left == math.inf else left,
+        }
+        send(self._socket, message)
+
+    def _answer(self, blocks: Sequence[Block]) -> list[bool] | TierError:
+        try:
+            held = self._hear()["held"]
+        except TierError as error:
+            return error
+        return each("put", held, len(blocks))
+
+    def resize(self, capacity: int) -> None:
+        """As a store. Raises OSError, EOFError and ValueError of a process that is gone."""
+        send(self._socket, {"resize": capacity})
+        self._hear()
+
+    def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Copy from addresses here to addresses there, so many bytes each. Raises OSError, and
+        CannotServe where the system has no such call."""
+        sources, targets = ((_Range * len(pieces))() for _ in range(2))
+        for (start, target, size), source, there in zip(pieces, sources, targets, strict=True):
+            source.start, source.length = start, size
+            there.start, there.length = target, size
+        ranges = sources, len(pieces), targets, len(pieces)
+        try:
+            write = ctypes.CDLL(None, use_errno=True).process_vm_writev
+        except AttributeError as error:
+            raise CannotServe("the system can't write into another's memory") from error
+        write.restype = ctypes.c_ssize_t
+        done = write(self.number, *ranges, 0)
+        if done != sum(size for _, _, size in pieces):
+            number = ctypes.get_errno() if done < 0 else errno.EFAULT
+            raise OSError(number, f"its memory can't be written: {os.strerror(number)}")
+
+    def _hear(self) -> dict[str, Any]:
+        """The next answer. Raises the error that it names, as a TierError."""
+        answer = receive(self._socket)
+        for name, level, text in answer["logs"]:
+            logging.getLogger(name).log(level, "%s", text)
+        self.counts = PutCounts(*answer.get("counts", self.counts))
+        if "error" not in answer:
+            return answer
+        name, text = answer["error"]
+        kind: object = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, TierError):
+            raise kind(text)
+        raise TierError(text)
+
+    def close(self) -> None:
+        """Let it end what it does, close its store and end; kill it if that takes too long."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._socket.close()
+
+    def kill(self) -> str:
+        """End it; say how it had ended before, if it had."""
+        how = ""
+        try:
+            status = self._process.wait(ENDING_SECONDS)
+            how = f"it was killed by signal {-status}" if status < 0 else f"it ended with {status}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # while it waits for a device it can't end
+                self._process.wait(KILL_SECONDS)
+        self._socket.close()
+        return how
+
+
+def _settings(spec: StoreSpec) -> Mapping[str, Any]:
+    """The settings as another process makes the same spec of them. Raises CannotServe."""
+    settings: dict[Any, Any] = spec.model_dump(mode="json")
+    try:
+        made = make_tier(spec.type, settings)
+    except (KVTiersError, ValueError) as error:
+        raise CannotServe(f"its settings can't be handed over: {describe_error(error)}") from error
+    if made != spec:
+        raise CannotServe("its settings can't be handed over")
+    return settings
+
+
+def _sum(counts: PutCounts, more: PutCounts) -> PutCounts:
+    return PutCounts(*map(add, counts, more))
+
+
+def send(target: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message. Raises OSError."""
+    data = json.dumps(message).encode()
+    target.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(source: socket.socket) -> dict[str, Any]:
+    """Wait for a message. Raises OSError, EOFError at the end, and ValueError for another thing."""
+    (length,) = _LENGTH.unpack(_read(source, _LENGTH.size))
+    found: dict[str, Any] = json.loads(_read(source, length))
+    return found
+
+
+def _read(source: socket.socket, length: int) -> bytes:
+    data = source.recv(length, socket.MSG_WAITALL)
+    if len(data) < length:
+        raise EOFError("it says nothing any more")
+    return data

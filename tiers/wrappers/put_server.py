@@ -1,0 +1,166 @@
+"""The process beside an engine's that puts blocks into one store (see `put_process`).
+
+It reads messages from its socket, a length and JSON, and answers each. It ends when the engine's
+process closes the socket, or ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import chain, islice, repeat
+from typing import Any
+
+from spec.errors import describe_error
+from spec.offloading import StoreContext, StoreSpec
+from spec.registry import make_tier
+from tiers.errors import KVTiersError, TierUnusable
+from tiers.host.scratch import Scratch
+from tiers.host.slots import slot_stride
+from tiers.store import (
+    Counts,
+    GatheredBlock,
+    Prefix,
+    Reaches,
+    Resizable,
+    TierStore,
+    Waiting,
+    batch_blocks,
+    capability,
+)
+from tiers.wrappers.opening import open_bare
+from tiers.wrappers.put_process import receive, send
+
+LOOKED_EVERY_S = 5.0
+"""Seconds between two looks whether the engine's process is there: another that it was forked into
+may keep the socket open."""
+MOST_LINES = 1000
+"""Log lines that wait for the next answer; of more the oldest are lost."""
+
+Message = Mapping[str, Any]
+
+
+def serve(handle: int) -> None:
+    """Do what the engine's process asks for through this socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the engine's to end this one
+    ended = suppress(EOFError, ConnectionError)
+    with socket.socket(fileno=handle) as engine, ExitStack() as stack, ended:
+        _Server(engine, stack).run()
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged here for the engine's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[tuple[str, int, str]] = deque(maxlen=MOST_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append((record.name, record.levelno, self.format(record)))
+
+    def take(self) -> list[tuple[str, int, str]]:
+        """What was logged since the last call."""
+        return [self._lines.popleft() for _ in repeat(None, len(self._lines))]
+
+
+class _Server:
+    def __init__(self, engine: socket.socket, stack: ExitStack) -> None:
+        """`stack` closes the store and gives the memory back."""
+        self._engine, self._stack = engine, stack
+        self._parent = os.getppid()
+        self._lines = _Lines()
+        logging.getLogger().addHandler(self._lines)
+        self._store: TierStore | None = None
+        self._is_reached = False
+        self._rows: list[memoryview] = []
+
+    def run(self) -> None:
+        """Answer all messages. Raises EOFError and ConnectionError when there are no more."""
+        self._answer([receive(self._engine)], self._open)
+        while True:
+            messages = [self._next()]
+            if "put" not in messages[0]:
+                self._answer(messages, self._resize)
+                continue
+            # What has come meanwhile is put by one call: each costs an index a transaction.
+            while select.select([self._engine], [], [], 0)[0]:
+                messages.append(receive(self._engine))
+            self._answer(messages, self._put)
+
+    def _next(self) -> Message:
+        while not select.select([self._engine], [], [], LOOKED_EVERY_S)[0]:
+            if os.getppid() != self._parent:
+                raise EOFError("the engine's process has ended")
+        return receive(self._engine)
+
+    def _answer(
+        self,
+        messages: Sequence[Message],
+        act: Callable[[Sequence[Message]], Sequence[Mapping[str, Any]]],
+    ) -> None:
+        answers: Sequence[Mapping[str, Any]]
+        try:
+            answers = act(messages)
+        except Exception as error:  # noqa: BLE001 - a store's, which the guard is to hear of
+            text = str(error) if isinstance(error, KVTiersError) else describe_error(error)
+            answers = [{"error": [type(error).__name__, text]}] * len(messages)
+        counts = None if self._store is None else capability(self._store, Counts)
+        so_far = {} if counts is None else {"counts": counts.counts()}
+        for answer in answers:
+            send(self._engine, {**answer, **so_far, "logs": self._lines.take()})
+
+    def _open(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        (message,) = messages
+        logging.getLogger("tiers").setLevel(message["level"])
+        settings, site = message["settings"], StoreContext(**message["site"])
+        spec = make_tier(settings["type"], settings)
+        if not isinstance(spec, StoreSpec):
+            raise TierUnusable(f"type {spec.type} is no store")
+        self._store = open_bare(spec, site)
+        self._stack.callback(self._store.close)
+        size, stride = site.payload_bytes, slot_stride(site.payload_bytes)
+        starts = range(0, batch_blocks(size) * stride, stride)
+        memory = self._stack.enter_context(Scratch(len(starts) * stride).borrow())
+        self._rows = [memory[start : start + size] for start in starts]
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        return [{"rows": [address + start for start in starts]}]
+
+    def _ready(self) -> TierStore:
+        store = self._store
+        if store is None:
+            raise TierUnusable("its store is not open")
+        if not self._is_reached and (elsewhere := capability(store, Reaches)) is not None:
+            elsewhere.reach()
+        self._is_reached = True
+        return store
+
+    def _put(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        store, began, left = self._ready(), time.monotonic(), messages[0]["left"]
+        parts = [*map(self._blocks, messages)]
+        with Waiting(lambda: math.inf if left is None else left + began - time.monotonic()):
+            held = iter(store.put([*chain.from_iterable(parts)]))
+        return [{"held": [*islice(held, len(part))]} for part in parts]
+
+    def _blocks(self, message: Message) -> list[GatheredBlock]:
+        prompts = [[*map(bytes.fromhex, keys)] for keys in message["prompts"]]
+        blocks = []
+        for row, (key, checksum, at) in enumerate(message["put"], message["first"]):
+            known = None if checksum is None else bytes.fromhex(checksum)
+            prefix = None if at is None else Prefix(prompts[at[0]], *at[1:])
+            payload = self._rows[row].toreadonly()
+            blocks.append(GatheredBlock(bytes.fromhex(key), payload, known, prefix))
+        return blocks
+
+    def _resize(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if (resizable := capability(self._ready(), Resizable)) is not None:
+            resizable.resize(messages[0]["resize"])
+        return [{}]
