@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pydantic_core import PydanticSerializationError
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, workload
@@ -107,8 +109,20 @@ def ends_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "executable", shutil.which("false"))
 
 
+def no_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """As Python has it within another program."""
+    patch.setattr(sys, "executable", None)
+
+
+def no_json(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PydanticSerializationError("a plugin's setting is no JSON")
+
+    patch.setattr(DiskSpec, "model_dump", refuse)
+
+
 def other_modules(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(put_process, "_SERVE", "import json, sys, no_such_module")
+    patch.setattr(put_process, "_SERVE", "import no_such_module")
 
 
 def may_not_write(patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +135,9 @@ def may_not_write(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("why", [no_program, ends_at_once, other_modules, may_not_write])
+@pytest.mark.parametrize(
+    "why", [no_program, no_interpreter, no_json, ends_at_once, other_modules, may_not_write]
+)
 def test_where_there_is_none_the_engine_puts(
     why: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,
@@ -145,6 +161,46 @@ def test_settings_that_hold_an_object_stay_in_the_engine(caplog: pytest.LogCaptu
     assert in_the_engine(store)
     assert "handed over" in caplog.text
     store.close()
+
+
+# -- it can be had, wherever the engine runs -------------------------------------------------
+
+
+def odd_path(patch: pytest.MonkeyPatch, place: Path) -> None:
+    patch.syspath_prepend(place)
+    patch.setattr(sys, "path", [place, *sys.path])
+
+
+def odd_folder(patch: pytest.MonkeyPatch, place: Path) -> None:
+    """What lies there is not run: others may write there."""
+    for name in ("json", "struct", "tiers"):
+        (place / f"{name}.py").write_text("raise SystemExit('this is not ours')")
+    patch.chdir(place)
+
+
+def many_files(patch: pytest.MonkeyPatch, place: Path) -> None:
+    """More than `select` can take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2000)), hard))
+    for number in range(1100):
+        patch.setattr(sys, f"file_{number}", (place / "file").open("w"), raising=False)
+
+
+@pytest.mark.parametrize("how", [odd_path, odd_folder, many_files])
+def test_wherever_the_engine_runs_another_process_puts(
+    how: Callable[[pytest.MonkeyPatch, Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with monkeypatch.context() as patch:
+        how(patch, place)
+        store = opened(spec(tmp_path))
+        for _ in range(2):
+            assert put(store, keys()) == [True] * 3
+        assert not in_the_engine(store)
+        store.close()
 
 
 # -- it ends ---------------------------------------------------------------------------------

@@ -55,10 +55,12 @@ KILL_SECONDS = 1.0
 ENDING_SECONDS = 0.1
 """How long one that is gone may take to have ended."""
 
-_SERVE = """import json, sys
-sys.path[:] = json.loads(sys.argv[2])
+_SERVE = """import sys
+sys.path[:] = sys.argv[3:]
 from tiers.wrappers.put_server import serve
-serve(int(sys.argv[3]))"""
+serve(int(sys.argv[2]))"""
+"""Nothing is imported before the path is the engine's: a module in the folder where it runs would
+be taken for Python's own."""
 _LENGTH = struct.Struct("<Q")
 _LOST = (OSError, EOFError, ValueError)
 """What a process that is gone, or talks nonsense, makes the calls for it raise."""
@@ -87,8 +89,8 @@ class PutsApart(StoreWrapper):
     def _begin(self) -> _Process | None:
         try:
             return _Process(self._spec, self._site, self._name)
-        except CannotServe as error:
-            self._log(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever there is, the engine's can put
+            self._log(describe_error(error))
             return None
 
     def _log(self, why: str) -> None:
@@ -163,7 +165,7 @@ class _Process:
     """A process that has a store open. Used by one thread at a time, but for `close`."""
 
     def __init__(self, spec: StoreSpec, site: StoreContext, name: str) -> None:
-        """Raises CannotServe."""
+        """Raises whatever the beginning of a process may raise."""
         settings = _settings(spec)
         self.counts = PutCounts()
         """What its store has counted so far."""
@@ -171,18 +173,15 @@ class _Process:
         self._rows: list[int] = []
         """Where it takes payloads: addresses in its memory, for each block of a batch."""
         self._socket, theirs = socket.socketpair()
-        named = f"kvtiers-put-{name}", json.dumps(sys.path), str(theirs.fileno())
+        # Python passes over what is no text there.
+        path = (place for place in sys.path if isinstance(place, str))
         with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE, *named],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-            except OSError as error:
-                self._socket.close()
-                raise CannotServe(describe_error(error)) from error
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, f"kvtiers-put-{name}", str(theirs.fileno()), *path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
         self.number = self._process.pid
         level = logging.getLogger("tiers").getEffectiveLevel()
         place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
@@ -313,12 +312,12 @@ class _Process:
 
 def _settings(spec: StoreSpec) -> Mapping[str, Any]:
     """The settings as another process makes the same spec of them. Raises CannotServe."""
-    settings: dict[Any, Any] = spec.model_dump(mode="json")
     try:
-        made = make_tier(spec.type, settings)
-    except (KVTiersError, ValueError) as error:
+        settings: dict[Any, Any] = spec.model_dump(mode="json")
+        is_same = make_tier(spec.type, settings) == spec
+    except Exception as error:
         raise CannotServe(f"its settings can't be handed over: {describe_error(error)}") from error
-    if made != spec:
+    if not is_same:
         raise CannotServe("its settings can't be handed over")
     return settings
 

@@ -77,6 +77,8 @@ class _Server:
         """`stack` closes the store and gives the memory back."""
         self._engine, self._stack = engine, stack
         self._parent = os.getppid()
+        self._arrivals = select.poll()  # `select.select` takes no file whose number is 1024 or more
+        self._arrivals.register(engine, select.POLLIN)
         self._lines = _Lines()
         logging.getLogger().addHandler(self._lines)
         self._store: TierStore | None = None
@@ -92,12 +94,12 @@ class _Server:
                 self._answer(messages, self._resize)
                 continue
             # What has come meanwhile is put by one call: each costs an index a transaction.
-            while select.select([self._engine], [], [], 0)[0]:
+            while self._arrivals.poll(0):
                 messages.append(receive(self._engine))
             self._answer(messages, self._put)
 
     def _next(self) -> Message:
-        while not select.select([self._engine], [], [], LOOKED_EVERY_S)[0]:
+        while not self._arrivals.poll(1000 * LOOKED_EVERY_S):
             if os.getppid() != self._parent:
                 raise EOFError("the engine's process has ended")
         return receive(self._engine)
