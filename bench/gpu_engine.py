@@ -6,7 +6,8 @@ OffloadingConnector and no connector.
 `equal`: small models of four kinds, runners, graphs. Each has to answer from tiers what it answers
 from its own cache, to the last bit of the log probabilities. `speed`, with a model of 3B's shape:
 time to first token by prompt length, with 1 and 16 prompts at once, without a connector, with
-vLLM's own, with a chain, and restarted with that chain's disk. Engines start beside each other;
+vLLM's own, with a chain, restarted with that chain's disk, and with a chain whose blocks the
+engine's process stores (`inside`). Engines start beside each other;
 those of `speed` are asked one by one, and once the others have ended. Writes JSON anew after each.
 It ends with 0 if there is a GPU, and all engines with a chain ran and answered what they should.
 `--smoke`: small models and short prompts, which shows only that all of it runs, on a CPU too.
@@ -128,6 +129,7 @@ FULL = Plan(
     ),
     speed=(
         *map(_speed, ("none", "native", "chain", "restarted")),
+        replace(_speed("inside"), cells=(SPEED_CELLS[0], SPEED_CELLS[1], SPEED_CELLS[4])),
         *(_sampled(_speed(name)) for name in ("none", "chain")),
     ),
     sizes={"equal": ("1GiB", "2GiB"), "speed": ("28GiB", "32GiB")},
@@ -194,12 +196,13 @@ class Runs:
             self.said["engines"].setdefault(part, {})[engine.name] = came
             write(self.file, self.said)
         print("\n".join(_lines(f"{part}, {engine.name}", came)), flush=True)
-        is_judged = engine.connector not in ("none", "native") and not engine.sampled
+        is_judged = engine.connector in ("chain", "restarted") and not engine.sampled
         return not is_judged or is_right(came, engine)
 
     def _job(self, engine: Engine, part: str, file: Path) -> dict[str, Any]:
         model, dtype = self.scratch / "models" / engine.model, self.plan.models[engine.model][1]
-        folder = self.scratch / part / ("disk" if part == "speed" else engine.name)
+        is_shared = engine.connector in ("chain", "restarted") and part == "speed"
+        folder = self.scratch / part / ("disk" if is_shared else engine.name)
         arguments = {"model": str(model), "dtype": dtype, **engine.more}
         if engine.connector == "native":
             arguments["kv_transfer_config"] = {
@@ -208,23 +211,24 @@ class Runs:
                 "kv_connector_extra_config": {"cpu_bytes_to_use": 28 << 30},
             }
         elif engine.connector != "none":
-            arguments["kv_transfer_config"] = _chain(folder, *self.plan.sizes[part])
+            process = "never" if engine.connector == "inside" else "always"
+            arguments["kv_transfer_config"] = _chain(folder, process, *self.plan.sizes[part])
         return {
             "engine": arguments,
             "cells": engine.cells,
             "answer": ANSWER,
             "again": engine.connector in ("chain", "native") and not engine.sampled,
             "sampled": engine.sampled,
-            "folder": str(folder) if engine.connector == "chain" else None,
+            "folder": str(folder) if engine.connector in ("chain", "inside") else None,
             "turn": str(self.scratch / "turn"),
             "alone": part == "speed",
             "result": str(file),
         }
 
 
-def _chain(folder: Path, in_memory: str, on_disk: str) -> dict[str, Any]:
+def _chain(folder: Path, process: str, in_memory: str, on_disk: str) -> dict[str, Any]:
     """The configuration of our connector, with a tier in memory and one on disk of these sizes."""
-    disk = {"type": "disk", "path": str(folder), "capacity": on_disk}
+    disk = {"type": "disk", "path": str(folder), "capacity": on_disk, "store_process": process}
     cpu = {"type": "cpu", "capacity": in_memory}
     chain = {"version": 1, "load_when": "always", "tiers": [cpu, disk]}
     return {

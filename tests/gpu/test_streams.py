@@ -25,6 +25,7 @@ from tests.gpu.streamed_engine import RUNNERS, STREAMS, Runner, StreamedEngine
 from tests.support.replay_chains import MODEL, SLOT, measured
 from tiers.connector.worker.loading import Piece
 from tiers.cpu.spec import CpuSpec
+from tiers.gpu import cuda
 from tiers.testing import GivenSpec, MemoryStore
 
 ROOT = Path(__file__).parents[2]
@@ -340,6 +341,25 @@ def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> 
     ours.load(slots, range(count))
     assert torch.equal(ours.kv, before)
     assert model.deepest < 600
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_else_crosses_the_bus_comes_behind_little(
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's result, say. Of a gather that holds the engine its thread waits until all is queued,
+    so that it goes on sooner with more of it queued."""
+    model, count = Model(STREAMS), 400
+    ours = Copies(model, monkeypatch, count)
+    monkeypatch.setattr(cuda, "MOST_BYTES", 8 * SLOT)
+    for _ in range(2):
+        gather = ours.copier.gather(range(count), ours.rows, range(count))
+        if is_held:
+            gather.hold_engine()
+        gather.wait()
+    model.deepest = 0
+    ours.copier.gather(range(count), ours.rows, range(count)).wait()
+    assert (model.deepest > 100) == is_held
 
 
 def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

