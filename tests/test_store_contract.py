@@ -94,14 +94,13 @@ class BehindAGuard(Same, Tier):
 
 class StoredApart(Same, Tier):
     """Another process puts the blocks, as a worker's beside its scheduler does: what this one knows
-    of their use is written within a second, and what it drops it has looked up before."""
+    of their use is written within a second."""
 
     def _later(self) -> None:
         raise SkipTest(f"{type(self).__name__} puts by another process")
 
     test_what_is_loaded_outlives_others_and_goes_from_its_tail = _later
     test_what_is_touched_outlives_others_and_goes_from_its_tail = _later
-    test_a_dropped_block_of_a_prompt_is_gone = _later
 
     def open_store(self, payload_bytes: int) -> TierStore:
         store, site = super().open_store(payload_bytes), StoreContext(payload_bytes)
@@ -207,10 +206,6 @@ class TestShared(InPacks):
 
     def make_spec(self) -> SharedSpec:
         return SharedSpec(path=self.path)
-
-
-class TestObjectApart(StoredApart, TestObject):
-    pass
 
 
 class TestEncryptedShared(Encrypted, TestShared):

@@ -28,7 +28,7 @@ from tests.support.topologies import wait_until
 from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierFull, TierNotOpen, TierUnavailable
+from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.remote.object_spec import ObjectSpec
 from tiers.store import (
@@ -337,40 +337,31 @@ def test_a_new_capacity_outlives_the_process(store: PutsApart, tmp_path: Path) -
     assert store.usage().capacity == more
 
 
-def test_a_folder_that_is_gone_is_opened_anew(store: PutsApart, tmp_path: Path) -> None:
-    """The kind of an error stays: this one has the guard open the store again."""
-    put(store, keys())
-    shutil.rmtree(tmp_path / "kv")
-
-    def says_so() -> bool:
-        try:
-            put(store, keys())
-        except TierNotOpen:
-            return True
-        return False
-
-    wait_until(says_so)
-
-
 SAYS_SO = """
 import logging
 from tiers.disk.disk_store import DiskStore
-from tiers.errors import TierFull
+from tiers import errors
 from tiers.store import time_left
 def put(store, blocks):
     logging.getLogger("tiers.there").warning("%g s are left", round(time_left()))
-    raise TierFull("no room")
+    raise errors.NAME("no room")
 DiskStore.put = put
 serve("""
 
 
+@pytest.mark.parametrize("error", [TierFull, TierNotOpen])
 def test_it_knows_the_time_left_and_the_engine_logs_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[TierError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", SAYS_SO))
+    """The kind of an error stays: one has the guard open the store again."""
+    says_so = SAYS_SO.replace("NAME", error.__name__)
+    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", says_so))
     monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
     store = opened(spec(tmp_path))
-    with Waiting(lambda: 5.2), pytest.raises(TierFull, match="no room"):
+    with Waiting(lambda: 5.2), pytest.raises(error, match="no room"):
         put(store, keys())
     said = [line for line in caplog.records if line.name == "tiers.there"]
     assert {(line.levelname, line.message) for line in said} == {("WARNING", "5 s are left")}
