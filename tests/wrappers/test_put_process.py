@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
 import logging
 import os
 import resource
@@ -243,36 +245,70 @@ def test_a_put_that_hangs_ends_with_its_process(store: PutsApart) -> None:
     assert len(errors) == 1
 
 
+@pytest.mark.parametrize("nonsense", [b"no JSON", b"[]", b"{}", b'{"logs": []}'])
 def test_one_that_talks_nonsense_does_not_live_on(
-    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+    nonsense: bytes, store: PutsApart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It might read the payloads of a put that has ended."""
+    """Its next answer would be taken for that of another put."""
     put(store, keys())
     process = number(store)
-
-    def nonsense(_: object) -> dict[str, Any]:
-        raise ValueError("no JSON")
-
-    with monkeypatch.context() as patch, pytest.raises(TierUnavailable, match="no JSON"):
-        patch.setattr(put_process, "receive", nonsense)
+    with monkeypatch.context() as patch, pytest.raises(TierUnavailable, match="is gone"):
+        patch.setattr(put_process, "receive", lambda _: json.loads(nonsense))
         put(store, keys())
     assert not is_there(process)
     assert put(store, keys()) == [True] * 3
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("why", [no_program, ends_at_once])
 def test_one_that_can_not_be_begun_again_is_a_failure(
-    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+    why: Callable[[pytest.MonkeyPatch], None],
+    store: PutsApart,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What the engine's process never did it does not begin to do in the midst of traffic."""
+    """What the engine's process never did it does not begin to do in the midst of traffic; the
+    guard, which is told, pauses between tries, and logs what it is told."""
     put(store, keys())
     os.kill(number(store), signal.SIGKILL)
-    ends_at_once(monkeypatch)
-    for _ in range(2):
+    why(monkeypatch)
+    for _ in range(3):
         with pytest.raises(TierUnavailable):
             put(store, keys())
+    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
     monkeypatch.undo()
     assert put(store, keys()) == [True] * 3
+
+
+@pytest.mark.fault
+def test_the_number_of_one_that_has_ended_is_not_used(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody has to wait for children, another process may have it, and its memory."""
+    put(store, keys())
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        os.kill(number(store), signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{number(store)}").exists())
+        asked = list[object]()
+        with monkeypatch.context() as patch, pytest.raises(TierUnavailable):
+            patch.setattr(ctypes, "CDLL", lambda *library, **_: asked.append(library))
+            put(store, keys())
+        assert not asked, "it is written to"
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_store_that_is_closed_begins_no_other(tmp_path: Path) -> None:
+    """A put may be in flight while its tier is taken from the chain."""
+    store = opened(spec(tmp_path))
+    put(store, keys())
+    process = number(store)
+    store.close()
+    for _ in range(3):
+        with pytest.raises(TierUnavailable):
+            put(store, keys())
+        assert store._process is None or number(store) == process
 
 
 def test_it_ends_with_a_store_that_is_closed(tmp_path: Path) -> None:
@@ -365,6 +401,30 @@ def test_it_knows_the_time_left_and_the_engine_logs_what_it_says(
         put(store, keys())
     said = [line for line in caplog.records if line.name == "tiers.there"]
     assert {(line.levelname, line.message) for line in said} == {("WARNING", "5 s are left")}
+    store.close()
+
+
+ANSWERS_NUMBERS_ONCE = """
+from tiers.disk.disk_store import DiskStore
+really, calls = DiskStore.put, []
+def put(store, blocks):
+    calls.append(store)
+    held = really(store, blocks)
+    return [1] * len(held) if len(calls) == 1 else held
+DiskStore.put = put
+serve("""
+
+
+def test_a_put_is_told_its_own_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one that failed the next would hear what is left, return before its blocks are put, and
+    the one behind it would overwrite them."""
+    patched = put_process._SERVE.replace("serve(", ANSWERS_NUMBERS_ONCE)
+    monkeypatch.setattr(put_process, "_SERVE", patched)
+    monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
+    store = opened(spec(tmp_path))
+    with pytest.raises(TierError, match="where a boolean belongs"):
+        put(store, keys())
+    assert put(store, keys()) == [True] * 3
     store.close()
 
 

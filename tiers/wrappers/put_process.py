@@ -22,8 +22,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import add
 from typing import Any
@@ -62,8 +62,6 @@ serve(int(sys.argv[2]))"""
 """Nothing is imported before the path is the engine's: a module in the folder where it runs would
 be taken for Python's own."""
 _LENGTH = struct.Struct("<Q")
-_LOST = (OSError, EOFError, ValueError)
-"""What a process that is gone, or talks nonsense, makes the calls for it raise."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,57 +79,65 @@ class PutsApart(StoreWrapper):
         self._spec, self._site, self._name = spec, site, name
         self._ended = PutCounts()
         """What processes that have ended had counted."""
-        self._has_served = False
+        self._has_served = self._closed = False
         # Held during a put. A change of the capacity comes from another thread.
         self._lock = threading.Lock()
-        self._process = self._begin()
+        self._process: _Process | None = None
+        self._begin()
 
-    def _begin(self) -> _Process | None:
+    def _begin(self) -> None:
         try:
-            return _Process(self._spec, self._site, self._name)
-        except Exception as error:  # noqa: BLE001 - whatever there is, the engine's can put
-            self._log(describe_error(error))
-            return None
-
-    def _log(self, why: str) -> None:
-        line = "tier %s: blocks are stored by the engine's process, since another can't (%s)"
-        logger.warning(line, self._name, why)
+            self._process = _Process(self._spec, self._site, self._name)
+            if self._closed:  # meanwhile
+                raise CannotServe("the tier is closed")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self._lose(error)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        with self._lock:
-            process = self._serving()
+        with self._asking() as process:
             if process is not None:
-                try:
-                    return process.put(blocks)
-                except _LOST as error:
-                    raise self._lost(error) from error
+                return process.put(blocks)
         return self._inner.put(blocks)
+
+    @contextmanager
+    def _asking(self) -> Iterator[_Process | None]:
+        """See `_serving`; nobody else asks meanwhile."""
+        with self._lock:
+            try:
+                yield self._serving()
+            except TierError:  # the store's, when all answers have come
+                raise
+            except Exception as error:  # noqa: BLE001 - its next answer may be to another question
+                self._lose(error)
 
     def _serving(self) -> _Process | None:
         """The process, once it takes payloads; None: none ever did. Raises TierUnavailable for one
         that does not any more."""
-        if self._process is None and self._has_served:
-            self._process = self._begin()
+        if self._process is None and self._has_served and not self._closed:
+            self._begin()
         if self._process is not None and not self._process.is_open:
             try:
                 self._process.wait_until_open()
-            except (CannotServe, TierError, *_LOST) as error:
-                if self._has_served:
-                    raise self._lost(error) from error
-                self._log(str(self._lost(error)))
+            except Exception as error:  # noqa: BLE001 - of its store, too
+                self._lose(error)
             else:
                 self._has_served = True
                 line = "tier %s: blocks are stored by the process %d, beside the engine's"
                 logger.info(line, self._name, self._process.number)
         return self._process
 
-    def _lost(self, error: Exception) -> TierUnavailable:
-        """Forget the process, which is of no use; return the error to raise."""
+    def _lose(self, error: Exception) -> None:
+        """Forget the process, which is of no use. If one has served this raises TierUnavailable:
+        what the engine's never did it does not begin to do in the midst of traffic."""
         process, self._process = self._process, None
-        assert process is not None
-        self._ended = _sum(self._ended, process.counts)
-        how = process.kill() or describe_error(error)
-        return TierUnavailable(f"the process that stores blocks is gone: {how}")
+        why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
+        if process is not None:
+            self._ended = _sum(self._ended, process.counts)
+            why = process.kill() or why
+        if self._has_served:
+            raise TierUnavailable(f"the process that stores blocks is gone: {why}") from error
+        line = "tier %s: blocks are stored by the engine's process, since another can't (%s)"
+        logger.warning(line, self._name, why)
 
     def counts(self) -> PutCounts:
         process = self._process
@@ -140,15 +146,13 @@ class PutsApart(StoreWrapper):
 
     def resize(self, capacity: int) -> None:
         self._inner_as(Resizable).resize(capacity)
-        with self._lock:
-            self._spec = self._spec.model_copy(update={"capacity": capacity})
-            if (process := self._serving()) is not None:
-                try:
-                    process.resize(capacity)
-                except _LOST as error:
-                    raise self._lost(error) from error
+        self._spec = self._spec.model_copy(update={"capacity": capacity})
+        with self._asking() as process:
+            if process is not None:
+                process.resize(capacity)
 
     def close(self) -> None:
+        self._closed = True
         # Not under the lock: a put that hangs would keep the tier from closing.
         if (process := self._process) is not None:
             process.close()
@@ -201,7 +205,8 @@ class _Process:
         self._rows = rows
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """As a store. Raises OSError, EOFError and ValueError of a process that is gone."""
+        """As a store. Raises TierError of a store, and anything else of a process that is gone or
+        talks nonsense."""
         at_once = max(1, PART_BYTES // self._payload_bytes)
         starts = range(0, len(blocks), at_once)
         parts = [blocks[start : start + at_once] for start in starts]
@@ -244,19 +249,21 @@ class _Process:
 
     def _answer(self, blocks: Sequence[Block]) -> list[bool] | TierError:
         try:
-            held = self._hear()["held"]
+            return each("put", self._hear()["held"], len(blocks))
         except TierError as error:
             return error
-        return each("put", held, len(blocks))
 
     def resize(self, capacity: int) -> None:
-        """As a store. Raises OSError, EOFError and ValueError of a process that is gone."""
+        """As `put`."""
         send(self._socket, {"resize": capacity})
         self._hear()
 
     def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Copy from addresses here to addresses there, so many bytes each. Raises OSError, and
-        CannotServe where the system has no such call."""
+        CannotServe where the system has no such call, or the process has ended: its number may be
+        another's by now."""
+        if self._process.poll() is not None:
+            raise CannotServe("it has ended")
         sources, targets = ((_Range * len(pieces))() for _ in range(2))
         for (start, target, size), source, there in zip(pieces, sources, targets, strict=True):
             source.start, source.length = start, size
