@@ -25,6 +25,7 @@ from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
 from tiers.testing.template.kit import TestTemplate  # noqa: F401 - pytest runs it
 from tiers.trial import Medium, find_lie
+from tiers.wrappers import put_process
 from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.put_process import PutsApart
@@ -101,6 +102,11 @@ class StoredApart(Same, Tier):
 
     test_what_is_loaded_outlives_others_and_goes_from_its_tail = _later
     test_what_is_touched_outlives_others_and_goes_from_its_tail = _later
+
+    @pytest.fixture(autouse=True)
+    def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From the first block on."""
+        monkeypatch.setattr(put_process._Process, "has_answered", True)
 
     def open_store(self, payload_bytes: int) -> TierStore:
         store, site = super().open_store(payload_bytes), StoreContext(payload_bytes)

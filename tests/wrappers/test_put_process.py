@@ -64,7 +64,10 @@ def spec(path: Path, blocks: int = 200) -> DiskSpec:
 
 
 def opened(of: StoreSpec) -> PutsApart:
-    return PutsApart(of.open(SITE), of, SITE, "tier")
+    """A store whose process, if it has one, is open or has ended."""
+    store = PutsApart(of.open(SITE), of, SITE, "tier")
+    wait_until(lambda: store._process is None or store._process.has_answered)
+    return store
 
 
 @pytest.fixture
@@ -163,6 +166,18 @@ def test_settings_that_hold_an_object_stay_in_the_engine(caplog: pytest.LogCaptu
     assert in_the_engine(store)
     assert "handed over" in caplog.text
     store.close()
+
+
+def test_until_it_is_open_the_engine_puts(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the store hangs as it opens there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(put_process._Process, "has_answered", False)
+        patch.setattr(put_process._Process, "put", None)
+        assert put(store, keys()) == [True] * 3
+    monkeypatch.setattr(type(store._inner), "put", None)
+    assert put(store, keys()) == [True] * 3
 
 
 # -- it can be had, wherever the engine runs -------------------------------------------------
@@ -475,6 +490,7 @@ def test_an_engine_loads_what_another_process_stored(
         return really(store, blocks)
 
     monkeypatch.setattr(DiskStore, "put", count)
+    monkeypatch.setattr(put_process._Process, "has_answered", True)  # else some are put here
     chain = chain_of(cpu(12), disk(tmp_path / "kv", "4MiB", store_process=how))
     engine = ReplayEngine(chain, MODEL, num_blocks=20, batch_tokens=64)
     for prompt, max_tokens in workload(seed=3):

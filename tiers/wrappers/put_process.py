@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -111,11 +112,13 @@ class PutsApart(StoreWrapper):
                 self._lose(error)
 
     def _serving(self) -> _Process | None:
-        """The process, once it takes payloads; None: none ever did. Raises TierUnavailable for one
-        that does not any more."""
+        """The process, once it takes payloads; None: none did so far, so that nothing that is
+        stored waits for one to begin. Raises TierUnavailable for one that does not any more."""
         if self._process is None and self._has_served and not self._closed:
             self._begin()
         if self._process is not None and not self._process.is_open:
+            if not (self._has_served or self._process.has_answered):
+                return None
             try:
                 self._process.wait_until_open()
             except Exception as error:  # noqa: BLE001 - of its store, too
@@ -195,6 +198,13 @@ class _Process:
     @property
     def is_open(self) -> bool:
         return bool(self._rows)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has said something that nobody has read, or ended."""
+        asked = select.poll()
+        asked.register(self._socket, select.POLLIN)
+        return bool(asked.poll(0))
 
     def wait_until_open(self) -> None:
         """Wait until its store is open, and try whether it can be given payloads. Raises what its
