@@ -13,10 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -45,7 +44,7 @@ from tiers.store import (
 )
 from tiers.testing import GivenSpec, Memory, MemoryStore, make_key
 from tiers.wrappers import put_process, put_server
-from tiers.wrappers.put_process import PutsApart, receive, send
+from tiers.wrappers.put_process import PutsApart, send
 
 SIZE = 64 << 10
 SITE = StoreContext(SIZE)
@@ -334,25 +333,93 @@ def test_it_ends_with_a_store_that_is_closed(tmp_path: Path) -> None:
     assert not is_there(process)
 
 
+SOON = """from tiers.wrappers import put_server
+put_server.LOOKED_EVERY_S = put_server.CLOSE_SECONDS = 0.1
+serve("""
+HANGS = """import time
+from tiers.disk.disk_store import DiskStore
+def put(store, _):
+    store._folder.path.with_name("begun").touch()
+    time.sleep(1000)
+DiskStore.put = put
+serve("""
+PUTS = """
+threading.Thread(target=put, args=(store, keys())).start()
+wait_until((place / "begun").exists)
+"""
+FORKS = """
+if not (forked := os.fork()):
+    os.close(1)
+    time.sleep(1000)
+"""
+
+
 @pytest.mark.fault
-def test_it_ends_with_an_engine_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        pytest.param("serve(", "", id="alone"),
+        pytest.param("serve(", FORKS, id="while another has its end of the socket"),
+        pytest.param(HANGS, PUTS, id="while a put hangs"),
+    ],
+)
+def test_it_ends_with_an_engine_that_is_killed(there: str, here: str, tmp_path: Path) -> None:
     engine = f"""
-        from pathlib import Path
-        from tests.wrappers.test_put_process import *
-        store = opened(spec(Path({str(tmp_path)!r})))
-        put(store, keys())
-        print(number(store), flush=True)
-        time.sleep(60)
-    """
-    running = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(engine)], stdout=subprocess.PIPE, text=True
-    )
+import time
+from tests.wrappers.test_put_process import *
+put_process._SERVE = put_process._SERVE.replace("serve(", {SOON!r}).replace("serve(", {there!r})
+place, forked = Path({str(tmp_path)!r}), 0
+store = opened(spec(place))
+{here}
+print(number(store), forked, flush=True)
+time.sleep(1000)
+"""
+    running = subprocess.Popen([sys.executable, "-c", engine], stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
-    process = int(running.stdout.readline())
+    process, forked = map(int, running.stdout.readline().split())
     assert is_there(process)
     running.kill()
     running.communicate()
     wait_until(lambda: not is_there(process))
+    if forked:
+        os.kill(forked, signal.SIGKILL)
+
+
+LEAVES_ANOTHER = """
+import os, subprocess
+from tiers.disk.disk_store import DiskStore
+def put(store, _):
+    there = subprocess.Popen(["sleep", "60"], close_fds=False)
+    (store._folder.path.parent / "number").write_text(str(there.pid))
+    os._exit(3)
+DiskStore.put = put
+serve("""
+
+
+@pytest.mark.fault
+def test_what_it_had_started_does_not_stand_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched = put_process._SERVE.replace("serve(", LEAVES_ANOTHER)
+    monkeypatch.setattr(put_process, "_SERVE", patched)
+    store = opened(spec(tmp_path))
+    with pytest.raises(TierUnavailable, match="it ended with 3"):
+        put(store, keys())
+    there = int((tmp_path / "number").read_text())
+    assert is_there(there), "its end was waited for"
+    os.kill(there, signal.SIGKILL)
+    store.close()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_all_processes_leaves_it_to_the_engine(
+    name: signal.Signals, store: PutsApart
+) -> None:
+    """As systemd does: an engine has blocks to store still, and ends it by itself."""
+    put(store, keys())
+    os.kill(number(store), name)
+    assert put(store, keys()) == [True] * 3
 
 
 def is_there(process: int) -> bool:
@@ -361,15 +428,6 @@ def is_there(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_it_looks_whether_the_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that the engine's was forked into may have the other end of the socket, too."""
-    monkeypatch.setattr(put_server, "LOOKED_EVERY_S", 0.01)
-    with served(MemoryStore(), monkeypatch) as engine:
-        assert receive(engine)["rows"]
-        monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert engine.recv(1) == b""
 
 
 # -- what it is told, and what it says -------------------------------------------------------
@@ -454,24 +512,20 @@ def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
     store.close()
 
 
-@contextmanager
-def served(store: MemoryStore, patch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The engine's end of a socket at whose other end a thread puts into a store."""
-    patch.setattr(put_server, "open_bare", lambda *_: store)
+def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier is closed, as when its folder has gone, while blocks are put into it."""
+    store, key = MemoryStore(), make_key()
+    monkeypatch.setattr(put_server, "open_bare", lambda *_: store)
     engine, theirs = socket.socketpair()
-
-    def serve() -> None:
-        with theirs, ExitStack() as stack, pytest.raises(EOFError):
-            put_server._Server(theirs, stack).run()
-
     settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
     place = {"payload_bytes": SIZE, "num_ranks": 1}
-    send(engine, {"settings": settings, "site": place, "level": logging.INFO})
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with engine:
-        yield engine
-    thread.join()
+    with engine, theirs, ExitStack() as stack, pytest.raises(EOFError):
+        send(engine, {"settings": settings, "site": place, "level": logging.INFO})
+        put = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "left": None}
+        send(engine, put)
+        engine.shutdown(socket.SHUT_WR)
+        put_server._Server(theirs, stack).run()
+    assert store.has([key]) == [True]
 
 
 # -- in an engine ----------------------------------------------------------------------------

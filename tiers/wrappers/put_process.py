@@ -57,9 +57,9 @@ ENDING_SECONDS = 0.1
 """How long one that is gone may take to have ended."""
 
 _SERVE = """import sys
-sys.path[:] = sys.argv[3:]
+sys.path[:] = sys.argv[4:]
 from tiers.wrappers.put_server import serve
-serve(int(sys.argv[2]))"""
+serve(*map(int, sys.argv[2:4]))"""
 """Nothing is imported before the path is the engine's: a module in the folder where it runs would
 be taken for Python's own."""
 _LENGTH = struct.Struct("<Q")
@@ -182,9 +182,10 @@ class _Process:
         self._socket, theirs = socket.socketpair()
         # Python passes over what is no text there.
         path = (place for place in sys.path if isinstance(place, str))
+        numbers = map(str, (theirs.fileno(), os.getpid()))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, f"kvtiers-put-{name}", str(theirs.fileno()), *path],
+                [sys.executable, "-c", _SERVE, f"kvtiers-put-{name}", *numbers, *path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,23 +39,36 @@ from tiers.store import (
     capability,
 )
 from tiers.wrappers.opening import open_bare
-from tiers.wrappers.put_process import receive, send
+from tiers.wrappers.put_process import CLOSE_SECONDS, receive, send
 
 LOOKED_EVERY_S = 5.0
 """Seconds between two looks whether the engine's process is there: another that it was forked into
-may keep the socket open."""
+may keep the socket open, and a put may hang."""
 MOST_LINES = 1000
 """Log lines that wait for the next answer; of more the oldest are lost."""
 
 Message = Mapping[str, Any]
 
 
-def serve(handle: int) -> None:
-    """Do what the engine's process asks for through this socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the engine's to end this one
+def serve(handle: int, parent: int) -> None:
+    """Do what the engine's process, `parent`, asks for through this socket."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)  # it is the engine's to end this one
+    os.set_inheritable(handle, False)  # the engine waits until nobody has it any more
     ended = suppress(EOFError, ConnectionError)
     with socket.socket(fileno=handle) as engine, ExitStack() as stack, ended:
+        threading.Thread(target=_end_with, args=(parent, engine), daemon=True).start()
         _Server(engine, stack).run()
+
+
+def _end_with(parent: int, engine: socket.socket) -> None:
+    """End this process when its parent has ended, whatever else it does."""
+    while os.getppid() == parent:
+        time.sleep(LOOKED_EVERY_S)
+    with suppress(OSError):
+        engine.shutdown(socket.SHUT_RD)
+    time.sleep(CLOSE_SECONDS)
+    os._exit(1)
 
 
 class _Lines(logging.Handler):
@@ -76,7 +90,6 @@ class _Server:
     def __init__(self, engine: socket.socket, stack: ExitStack) -> None:
         """`stack` closes the store and gives the memory back."""
         self._engine, self._stack = engine, stack
-        self._parent = os.getppid()
         self._arrivals = select.poll()  # `select.select` takes no file whose number is 1024 or more
         self._arrivals.register(engine, select.POLLIN)
         self._lines = _Lines()
@@ -89,20 +102,15 @@ class _Server:
         """Answer all messages. Raises EOFError and ConnectionError when there are no more."""
         self._answer([receive(self._engine)], self._open)
         while True:
-            messages = [self._next()]
+            messages = [receive(self._engine)]
             if "put" not in messages[0]:
                 self._answer(messages, self._resize)
                 continue
             # What has come meanwhile is put by one call: each costs an index a transaction.
-            while self._arrivals.poll(0):
-                messages.append(receive(self._engine))
+            with suppress(EOFError):  # the next look finds it, too
+                while self._arrivals.poll(0):
+                    messages.append(receive(self._engine))
             self._answer(messages, self._put)
-
-    def _next(self) -> Message:
-        while not self._arrivals.poll(1000 * LOOKED_EVERY_S):
-            if os.getppid() != self._parent:
-                raise EOFError("the engine's process has ended")
-        return receive(self._engine)
 
     def _answer(
         self,
