@@ -258,6 +258,10 @@ class StoreSpec(OffloadingSpec):
         "hour's worth may be stored at once.",
     )
 
+    def stores_apart(self, has_gpu: bool) -> bool:
+        """Whether a process of its own stores blocks, beside an engine that has a GPU or not."""
+        return has_gpu if self.store_process == "auto" else self.store_process == "always"
+
     @field_validator("codec", mode="after", check_fields=False)
     @classmethod
     def _suit_encryption(cls, codec: str, info: ValidationInfo) -> str:

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from pydantic_core import PydanticSerializationError
@@ -26,7 +24,6 @@ from pydantic_core import PydanticSerializationError
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, workload
 from tests.support.topologies import wait_until
-from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable
@@ -560,5 +557,6 @@ def test_an_engine_loads_what_another_process_stored(
 
 @pytest.mark.parametrize("has_device", [True, False])
 def test_on_a_device_another_process_stores(has_device: bool, tmp_path: Path) -> None:
-    worker = SimpleNamespace(_host=SimpleNamespace(copier=SimpleNamespace(pin=has_device)))
-    assert OffloadingWorker._stores_apart(cast(Any, worker), spec(tmp_path)) == has_device
+    for how, apart in {"auto": has_device, "always": True, "never": False}.items():
+        tier = spec(tmp_path).model_copy(update={"store_process": how})
+        assert tier.stores_apart(has_device) == apart

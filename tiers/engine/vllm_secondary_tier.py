@@ -19,6 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -269,7 +270,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def _open(self) -> Guarded | None:
         try:
-            return open_guarded(self._spec, StoreContext(self._row_bytes))
+            apart = self._spec.stores_apart(has_gpu=not current_platform.is_cpu())
+            return open_guarded(self._spec, StoreContext(self._row_bytes), puts_apart=apart)
         except TierUnusable as error:
             name = log_name(self._spec)
             logger.error("tier %r is unusable; host memory serves alone: %s", name, error)

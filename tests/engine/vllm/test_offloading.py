@@ -41,7 +41,7 @@ def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
     """Staging has room for 48 blocks: each prompt of 18 pushes out another's."""
-    here = hosted(disk(tmp_path / "disk"))
+    here = hosted(disk(tmp_path / "disk") | {"store_process": "always"})
     first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, **IN_PROCESS)
     assert first.tokens == answers * 2
     assert first.cached == NONE + ALL

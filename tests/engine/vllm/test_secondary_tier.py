@@ -633,7 +633,11 @@ def test_batches_are_bounded(make: Callable[..., Engine], gate: Gate, verb: str)
 
 
 def test_events_and_metrics_have_vllms_names(make: Callable[..., Engine], tmp_path: Path) -> None:
-    engine = make(spec_of(type="disk", name="nvme", path=str(tmp_path), capacity="8MiB"))
+    engine = make(
+        spec_of(
+            type="disk", name="nvme", path=str(tmp_path), capacity="8MiB", store_process="always"
+        )
+    )
     assert engine.tier.tier_type == "nvme"
     engine.store(BLOCKS[:2])
     engine.settle()

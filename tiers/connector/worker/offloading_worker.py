@@ -274,11 +274,6 @@ class OffloadingWorker(WorkerConnector):
         if handshake is not None:
             self._open(self._spec, handshake)
 
-    def _stores_apart(self, spec: StoreSpec) -> bool:
-        """Whether another process stores blocks: as a GPU needs a thread that launches its work."""
-        is_auto = spec.store_process == "auto"
-        return self._host.copier.pin if is_auto else spec.store_process == "always"
-
     def _open(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
         """Open the store, under the worker's namespace; publish the handshake only afterwards."""
         if self._unusable is None:
@@ -286,7 +281,8 @@ class OffloadingWorker(WorkerConnector):
                 self._loading.open()
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 with bound(self._host.copier.cpus):  # a store's threads touch the host pool
-                    store = open_guarded(spec, site, puts_apart=self._stores_apart(spec))
+                    apart = spec.stores_apart(has_gpu=self._host.copier.pin)
+                    store = open_guarded(spec, site, puts_apart=apart)
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
