@@ -16,7 +16,6 @@ from typing import Any
 from bench.apart import TO_PREFILL
 from tests.engine.conftest import do_job
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS
-from tests.support.clock import wait_for
 from tests.support.servers import free_port
 
 START_LIMIT = 240.0
@@ -70,7 +69,10 @@ class Node:
         self._process = int(do_job(jobs, {**job, "serves": str(self._path)}))
 
     def wait_until_it_runs(self) -> None:
-        wait_for(lambda: self._path.exists() or self._has_ended(), seconds=START_LIMIT)
+        deadline = time.monotonic() + START_LIMIT
+        while not (self._path.exists() or self._has_ended()):
+            assert time.monotonic() < deadline, self.log.read_text()[-6000:]
+            time.sleep(0.1)
 
     def connect(self) -> None:
         """Wait until it answers."""

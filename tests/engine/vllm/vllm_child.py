@@ -23,6 +23,7 @@ and so are an engine's own processes, as on GPUs; those of servers' tests are sp
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -42,6 +43,9 @@ from PIL import Image
 from tests.engine.vllm import live_changes, training
 from tests.support import damage
 from tiers.control.ask_engines import NoAnswer, ask
+
+SLOW_START = 180.0
+"""Seconds after which an engine that has not started says where it is, before its test gives up."""
 
 
 class Request(TypedDict, total=False):
@@ -105,7 +109,9 @@ def serve(job: dict[str, Any]) -> None:
     """
     from vllm import LLM
 
+    faulthandler.dump_traceback_later(SLOW_START)  # into its log
     llm = LLM(**job["engine"])
+    faulthandler.cancel_dump_traceback_later()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(job["serves"])
         listener.listen()
