@@ -24,6 +24,7 @@ from pydantic_core import PydanticSerializationError
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, workload
 from tests.support.topologies import wait_until
+from tiers.concurrency.executors import in_background
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable
@@ -165,13 +166,18 @@ def test_settings_that_hold_an_object_stay_in_the_engine(caplog: pytest.LogCaptu
 
 
 def test_until_it_is_open_the_engine_puts(
-    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while the store hangs as it opens there."""
+    """Also while the store hangs as it opens there, as one line says."""
     with monkeypatch.context() as patch:
         patch.setattr(put_process._Process, "has_answered", False)
         patch.setattr(put_process._Process, "put", None)
         assert put(store, keys()) == [True] * 3
+        assert not caplog.messages
+        patch.setattr(put_process, "OPEN_SECONDS", 0.0)
+        for _ in range(2):
+            assert put(store, keys()) == [True] * 3
+    assert ["not opened the tier" in line for line in caplog.messages] == [True]
     monkeypatch.setattr(type(store._inner), "put", None)
     assert put(store, keys()) == [True] * 3
 
@@ -406,6 +412,24 @@ def test_what_it_had_started_does_not_stand_for_it(
     assert is_there(there), "its end was waited for"
     os.kill(there, signal.SIGKILL)
     store.close()
+
+
+@pytest.mark.fault
+def test_one_that_hangs_keeps_no_store_from_closing(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine waits a second for a tier of which a put hangs; its folder is to be whole."""
+    monkeypatch.setattr(put_process, "CLOSE_SECONDS", 1000)
+    put(store, keys())
+    process, is_closed = number(store), threading.Event()
+    monkeypatch.setattr(store._inner, "close", is_closed.set)
+    os.kill(process, signal.SIGSTOP)
+    closing = in_background(store.close, "close")
+    try:
+        assert is_closed.wait(30)
+    finally:
+        os.kill(process, signal.SIGKILL)
+    closing.result(30)
 
 
 @pytest.mark.fault

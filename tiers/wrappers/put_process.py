@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -50,6 +51,8 @@ PART_BYTES = 16 << 20
 """Payloads that are handed over at once, one block at least; the process puts what it has while the
 next are copied. With a quarter of it stores were a fourth faster, and an engine's thread lost twice
 as much by them: each message has threads here ask for the interpreter's lock."""
+OPEN_SECONDS = 30.0
+"""After so long one line says that a process has yet to open its store."""
 CLOSE_SECONDS = 20.0
 """How long the store may take to close there: the guard waits 30 s for all of it."""
 KILL_SECONDS = 1.0
@@ -80,7 +83,7 @@ class PutsApart(StoreWrapper):
         self._spec, self._site, self._name = spec, site, name
         self._ended = PutCounts()
         """What processes that have ended had counted."""
-        self._has_served = self._closed = False
+        self._has_served = self._is_late = self._closed = False
         # Held during a put. A change of the capacity comes from another thread.
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -118,6 +121,7 @@ class PutsApart(StoreWrapper):
             self._begin()
         if self._process is not None and not self._process.is_open:
             if not (self._has_served or self._process.has_answered):
+                self._log_late(self._process)
                 return None
             try:
                 self._process.wait_until_open()
@@ -128,6 +132,13 @@ class PutsApart(StoreWrapper):
                 line = "tier %s: blocks are stored by the process %d, beside the engine's"
                 logger.info(line, self._name, self._process.number)
         return self._process
+
+    def _log_late(self, process: _Process) -> None:
+        if not self._is_late and time.monotonic() >= process.began + OPEN_SECONDS:
+            self._is_late = True
+            line = "tier %s: blocks are stored by the engine's process, since another has "
+            line += "not opened the tier after %g s"
+            logger.warning(line, self._name, OPEN_SECONDS)
 
     def _lose(self, error: Exception) -> None:
         """Forget the process, which is of no use. If one has served this raises TierUnavailable:
@@ -157,9 +168,14 @@ class PutsApart(StoreWrapper):
     def close(self) -> None:
         self._closed = True
         # Not under the lock: a put that hangs would keep the tier from closing.
-        if (process := self._process) is not None:
-            process.close()
-        self._inner.close()
+        process = self._process
+        if process is not None:
+            process.finish()
+        try:
+            self._inner.close()  # meanwhile: of a tier that hangs an engine waits a second only
+        finally:
+            if process is not None:
+                process.close()
 
 
 class _Range(ctypes.Structure):
@@ -190,7 +206,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
-        self.number = self._process.pid
+        self.number, self.began = self._process.pid, time.monotonic()
         level = logging.getLogger("tiers").getEffectiveLevel()
         place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
         with suppress(OSError):  # one that has ended is noticed when it is waited for
@@ -304,10 +320,13 @@ class _Process:
             raise kind(text)
         raise TierError(text)
 
-    def close(self) -> None:
-        """Let it end what it does, close its store and end; kill it if that takes too long."""
+    def finish(self) -> None:
+        """Have it end what it does, close its store and end. Does not wait."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Wait until it has ended; kill it if that takes too long."""
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
