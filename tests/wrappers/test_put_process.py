@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -27,7 +28,7 @@ from tests.support.topologies import wait_until
 from tiers.concurrency.executors import in_background
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable
+from tiers.errors import RecordError, TierError, TierFull, TierNotOpen, TierUnavailable
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.remote.object_spec import ObjectSpec
 from tiers.store import (
@@ -177,7 +178,7 @@ def test_until_it_is_open_the_engine_puts(
         patch.setattr(put_process, "OPEN_SECONDS", 0.0)
         for _ in range(2):
             assert put(store, keys()) == [True] * 3
-    assert ["not opened the tier" in line for line in caplog.messages] == [True]
+    assert ["has not opened it after" in line for line in caplog.messages] == [True]
     monkeypatch.setattr(type(store._inner), "put", None)
     assert put(store, keys()) == [True] * 3
 
@@ -522,6 +523,33 @@ def test_a_put_is_told_its_own_answers(tmp_path: Path, monkeypatch: pytest.Monke
     store.close()
 
 
+class TakenBack(Block):
+    """As vLLM takes back a row that was to be stored."""
+
+    @property
+    def checksum(self) -> bytes:
+        raise RecordError("vLLM has taken the row back")
+
+    def readonly(self) -> TakenBack:
+        return self
+
+
+def test_a_block_that_is_taken_back_costs_no_process(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied before its checksum is computed: one that was its own then is so after that."""
+    monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
+    put(store, keys())
+    process = number(store)
+    first, second, third = Memory(keys(), SIZE).fill().readonly()
+    assert store.put([first, TakenBack(*second), third]) == [True, False, True]
+    with pytest.raises(RecordError, match="taken the row back"):
+        store.put([TakenBack(*second)])
+    assert number(store) == process
+    assert put(store, keys()) == [True] * 3
+    assert store.has([first.key, second.key, third.key]) == [True, False, True]
+
+
 def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     store = opened(ObjectSpec.model_validate({"type": "object", "url": f"file://{tmp_path}/kv"}))
@@ -542,7 +570,7 @@ def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) ->
     place = {"payload_bytes": SIZE, "num_ranks": 1}
     with engine, theirs, ExitStack() as stack, pytest.raises(EOFError):
         send(engine, {"settings": settings, "site": place, "level": logging.INFO})
-        put = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "left": None}
+        put = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "until": math.inf}
         send(engine, put)
         engine.shutdown(socket.SHUT_WR)
         put_server._Server(theirs, stack).run()

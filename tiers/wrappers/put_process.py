@@ -15,7 +15,6 @@ import ctypes
 import errno
 import json
 import logging
-import math
 import os
 import select
 import socket
@@ -35,7 +34,7 @@ from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers import errors
 from tiers.block import address_of
-from tiers.errors import KVTiersError, TierError, TierUnavailable
+from tiers.errors import KVTiersError, RecordError, TierError, TierUnavailable
 from tiers.store import (
     Block,
     Counts,
@@ -109,7 +108,7 @@ class PutsApart(StoreWrapper):
         with self._lock:
             try:
                 yield self._serving()
-            except TierError:  # the store's, when all answers have come
+            except (TierError, RecordError):  # when all answers have come
                 raise
             except Exception as error:  # noqa: BLE001 - its next answer may be to another question
                 self._lose(error)
@@ -136,8 +135,7 @@ class PutsApart(StoreWrapper):
     def _log_late(self, process: _Process) -> None:
         if not self._is_late and time.monotonic() >= process.began + OPEN_SECONDS:
             self._is_late = True
-            line = "tier %s: blocks are stored by the engine's process, since another has "
-            line += "not opened the tier after %g s"
+            line = "tier %s: another process has not opened it after %g s; the engine's stores"
             logger.warning(line, self._name, OPEN_SECONDS)
 
     def _lose(self, error: Exception) -> None:
@@ -237,20 +235,20 @@ class _Process:
         at_once = max(1, PART_BYTES // self._payload_bytes)
         starts = range(0, len(blocks), at_once)
         parts = [blocks[start : start + at_once] for start in starts]
-        for start, part in zip(starts, parts, strict=True):
-            self._hand_over(part, start)
-        answers = [*map(self._answer, parts)]
-        failed = [answer for answer in answers if isinstance(answer, TierError)]
+        gone = [*map(self._hand_over, parts, starts)]
+        answers = [why or self._answer(part) for why, part in zip(gone, parts, strict=True)]
+        failed = [answer for answer in answers if isinstance(answer, KVTiersError)]
         held = [
-            [False] * len(part) if isinstance(answer, TierError) else answer
+            [False] * len(part) if isinstance(answer, KVTiersError) else answer
             for part, answer in zip(parts, answers, strict=True)
         ]
         if failed and not any(map(any, held)):
             raise failed[0]
         return [*chain.from_iterable(held)]
 
-    def _hand_over(self, blocks: Sequence[Block], first: int) -> None:
-        """Copy payloads to the rows from the first on, and have them put."""
+    def _hand_over(self, blocks: Sequence[Block], first: int) -> RecordError | None:
+        """Copy payloads to the rows from the first on, and have them put. Returns the error of a
+        block that the engine has taken back."""
         rows = self._rows[first : first + len(blocks)]
         pieces = [
             (address_of(block.payload), row, len(block.payload))
@@ -260,19 +258,23 @@ class _Process:
         prompts: dict[int, tuple[int, Sequence[bytes]]] = {}
         written = []
         for block in blocks:
-            checksum, prefix, at = block.checksum, block.prefix, None
+            try:
+                checksum = block.checksum  # behind the copy, which may have another block's bytes
+            except RecordError as error:
+                return error
+            prefix, at = block.prefix, None
             if prefix is not None:
                 number, _ = prompts.setdefault(id(prefix.keys), (len(prompts), prefix.keys))
                 at = number, prefix.at, prefix.group
             written.append((block.key.hex(), None if checksum is None else checksum.hex(), at))
-        left = time_left()
         message = {
             "put": written,
             "first": first,
             "prompts": [[key.hex() for key in keys] for _, keys in prompts.values()],
-            "left": None if left == math.inf else left,
+            "until": time.monotonic() + time_left(),
         }
         send(self._socket, message)
+        return None
 
     def _answer(self, blocks: Sequence[Block]) -> list[bool] | TierError:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import select
 import signal
@@ -154,9 +153,9 @@ class _Server:
         return store
 
     def _put(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        store, began, left = self._ready(), time.monotonic(), messages[0]["left"]
+        store, until = self._ready(), messages[0]["until"]
         parts = [*map(self._blocks, messages)]
-        with Waiting(lambda: math.inf if left is None else left + began - time.monotonic()):
+        with Waiting(lambda: until - time.monotonic()):  # all processes have this clock
             held = iter(store.put([*chain.from_iterable(parts)]))
         return [{"held": [*islice(held, len(part))]} for part in parts]
 
