@@ -550,6 +550,57 @@ def test_a_block_that_is_taken_back_costs_no_process(
     assert store.has([first.key, second.key, third.key]) == [True, False, True]
 
 
+SAYS_MUCH = """
+import logging
+from tiers.disk.disk_store import DiskStore
+really = DiskStore.put
+def put(store, blocks):
+    for number in range(1000):
+        logging.getLogger("tiers.there").warning("%d of many, by %s", number, "x" * 1000)
+    return really(store, blocks)
+DiskStore.put = put
+serve("""
+
+
+def test_what_it_logs_holds_up_no_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it says more than its socket takes the engine sends what its socket does not take."""
+    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", SAYS_MUCH))
+    monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
+    store, some = opened(spec(tmp_path)), keys(16)
+    blocks = Memory(some, SIZE).fill().readonly()
+    of_prompt = [GatheredBlock(*block, None, Prefix(keys(1000), 0, 8)) for block in blocks]
+    putting = in_background(lambda: store.put(of_prompt), "put")
+    try:
+        assert putting.result(30) == [True] * 16
+    finally:
+        os.kill(number(store), signal.SIGKILL)
+    assert "999 of many" in caplog.text
+    store.close()
+
+
+LOGS_BADLY = """
+import logging
+from tiers.disk.disk_store import DiskStore
+really = DiskStore.put
+def put(store, blocks):
+    logging.getLogger("tiers.there").warning("%d blocks", "some")
+    return really(store, blocks)
+DiskStore.put = put
+serve("""
+
+
+def test_a_line_that_can_not_be_made_fails_no_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it in the engine's process."""
+    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", LOGS_BADLY))
+    store = opened(spec(tmp_path))
+    assert put(store, keys()) == [True] * 3
+    store.close()
+
+
 def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     store = opened(ObjectSpec.model_validate({"type": "object", "url": f"file://{tmp_path}/kv"}))

@@ -235,7 +235,8 @@ class _Process:
         at_once = max(1, PART_BYTES // self._payload_bytes)
         starts = range(0, len(blocks), at_once)
         parts = [blocks[start : start + at_once] for start in starts]
-        gone = [*map(self._hand_over, parts, starts)]
+        is_last = (part is parts[-1] for part in parts)
+        gone = [*map(self._hand_over, parts, starts, is_last)]
         answers = [why or self._answer(part) for why, part in zip(gone, parts, strict=True)]
         failed = [answer for answer in answers if isinstance(answer, KVTiersError)]
         held = [
@@ -246,9 +247,10 @@ class _Process:
             raise failed[0]
         return [*chain.from_iterable(held)]
 
-    def _hand_over(self, blocks: Sequence[Block], first: int) -> RecordError | None:
+    def _hand_over(self, blocks: Sequence[Block], first: int, is_last: bool) -> RecordError | None:
         """Copy payloads to the rows from the first on, and have them put. Returns the error of a
-        block that the engine has taken back."""
+        block that the engine has taken back. `is_last`: now answers are heard; until then they must
+        be short."""
         rows = self._rows[first : first + len(blocks)]
         pieces = [
             (address_of(block.payload), row, len(block.payload))
@@ -271,6 +273,7 @@ class _Process:
             "put": written,
             "first": first,
             "prompts": [[key.hex() for key in keys] for _, keys in prompts.values()],
+            "is_last": is_last,
             "until": time.monotonic() + time_left(),
         }
         send(self._socket, message)

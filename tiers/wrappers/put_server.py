@@ -78,7 +78,10 @@ class _Lines(logging.Handler):
         self._lines: deque[tuple[str, int, str]] = deque(maxlen=MOST_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.name, record.levelno, self.format(record)))
+        try:
+            self._lines.append((record.name, record.levelno, self.format(record)))
+        except Exception:  # noqa: BLE001 - as other handlers do
+            self.handleError(record)
 
     def take(self) -> list[tuple[str, int, str]]:
         """What was logged since the last call."""
@@ -124,8 +127,9 @@ class _Server:
             answers = [{"error": [type(error).__name__, text]}] * len(messages)
         counts = None if self._store is None else capability(self._store, Counts)
         so_far = {} if counts is None else {"counts": counts.counts()}
-        for answer in answers:
-            send(self._engine, {**answer, **so_far, "logs": self._lines.take()})
+        for message, answer in zip(messages, answers, strict=True):
+            lines = self._lines.take() if message.get("is_last", True) else []
+            send(self._engine, {**answer, **so_far, "logs": lines})
 
     def _open(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         (message,) = messages
