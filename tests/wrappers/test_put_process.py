@@ -157,6 +157,35 @@ def test_where_there_is_none_the_engine_puts(
     store.close()
 
 
+FORBIDS = """
+import ctypes, platform, struct
+number = {"x86_64": 311, "aarch64": 271}[platform.machine()]
+# Load the call's number; if it is this one end the process (or else refuse it); allow the others.
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, ACTION), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
+assert libc.prctl(22, 2, program, 0, 0) == 0, "a filter"
+
+from tests.wrappers.test_put_process import *
+store = opened(spec(Path(PLACE)))
+assert put(store, keys()) == [True] * 3
+assert in_the_engine(store)
+store.close()
+print("goes on")
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("action", ["0x80000000", "0x00050001"])
+def test_where_the_system_forbids_the_call_the_engine_goes_on(action: str, tmp_path: Path) -> None:
+    """A filter of calls may end who makes one: the process tries it on itself first."""
+    engine = f"ACTION, PLACE = {action}, {str(tmp_path)!r}\n{FORBIDS}"
+    ended = subprocess.run([sys.executable, "-c", engine], capture_output=True, text=True)
+    assert ended.stdout == "goes on\n", ended.stderr
+
+
 def test_settings_that_hold_an_object_stay_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     given = GivenSpec(type="given", name="store").over(MemoryStore())
     store, some = opened(given), keys()

@@ -291,25 +291,11 @@ class _Process:
         self._hear()
 
     def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Copy from addresses here to addresses there, so many bytes each. Raises OSError, and
-        CannotServe where the system has no such call, or the process has ended: its number may be
+        """See `copy_into`. Raises CannotServe, too, where the process has ended: its number may be
         another's by now."""
         if self._process.poll() is not None:
             raise CannotServe("it has ended")
-        sources, targets = ((_Range * len(pieces))() for _ in range(2))
-        for (start, target, size), source, there in zip(pieces, sources, targets, strict=True):
-            source.start, source.length = start, size
-            there.start, there.length = target, size
-        ranges = sources, len(pieces), targets, len(pieces)
-        try:
-            write = ctypes.CDLL(None, use_errno=True).process_vm_writev
-        except AttributeError as error:
-            raise CannotServe("the system can't write into another's memory") from error
-        write.restype = ctypes.c_ssize_t
-        done = write(self.number, *ranges, 0)
-        if done != sum(size for _, _, size in pieces):
-            number = ctypes.get_errno() if done < 0 else errno.EFAULT
-            raise OSError(number, f"its memory can't be written: {os.strerror(number)}")
+        copy_into(self.number, pieces)
 
     def _hear(self) -> dict[str, Any]:
         """The next answer. Raises the error that it names, as a TierError."""
@@ -350,6 +336,25 @@ class _Process:
                 self._process.wait(KILL_SECONDS)
         self._socket.close()
         return how
+
+
+def copy_into(process: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Copy from addresses here to addresses there, so many bytes each. Raises OSError, and
+    CannotServe where the system has no such call."""
+    sources, targets = ((_Range * len(pieces))() for _ in range(2))
+    for (start, target, size), source, there in zip(pieces, sources, targets, strict=True):
+        source.start, source.length = start, size
+        there.start, there.length = target, size
+    ranges = sources, len(pieces), targets, len(pieces)
+    try:
+        write = ctypes.CDLL(None, use_errno=True).process_vm_writev
+    except AttributeError as error:
+        raise CannotServe("the system can't write into another's memory") from error
+    write.restype = ctypes.c_ssize_t
+    done = write(process, *ranges, 0)
+    if done != sum(size for _, _, size in pieces):
+        number = ctypes.get_errno() if done < 0 else errno.EFAULT
+        raise OSError(number, f"its memory can't be written: {os.strerror(number)}")
 
 
 def _settings(spec: StoreSpec) -> Mapping[str, Any]:
