@@ -19,8 +19,8 @@ def test_a_wave_is_one_launch_and_one_call_of_the_driver() -> None:
         moves.gather()
         moves.scatter()
         assert (counts.batches, counts.launches) == (2 * WAVES, 2 * WAVES)
-        # For the gather, for the engine before the load, and for the load.
-        assert counts.waits == 3
+        # For a wave of the gather, and its end, for the engine before the load, and for the load.
+        assert counts.waits == 4
         moves.copier._bus = Bus(None)
         moves.gather()
         assert (counts.batches, counts.launches) == (2 * WAVES, 3 * WAVES)

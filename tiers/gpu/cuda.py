@@ -43,7 +43,7 @@ MOST_QUEUED = 256
 is never two marks behind. A stream takes a thousand: queuing more holds up all threads that launch
 anything, the engine's too, until the step has been computed that a gather waits for."""
 MOST_BYTES = 32 << 20
-"""Bytes of a ring from one mark to the next. What the engine copies the same way, as a step's few
+"""Bytes of a gather from one mark to the next. What the engine copies the same way, as a step's few
 bytes of results, comes behind two marks' at most, 1.4 ms at 45 GB/s, and not behind a whole prompt:
 vLLM's own connector stores a step later for that reason (its `prepare_store_kv`)."""
 Move = Callable[[int, int, torch.Tensor], None]
@@ -83,7 +83,7 @@ class _Queued:
             self._has_ended = True
 
     def hold_engine(self) -> None:
-        self._ring.is_waited_for = True
+        self._ring.is_paced = False
         if self._queued.exception() is None:  # once it is queued
             packed = self._queued.result().packed
             torch.cuda.current_stream(self._device).wait_event(packed)
@@ -130,7 +130,7 @@ class CudaCopier:
         self._stride = slot_stride(self.payload_bytes)
         with torch.cuda.device(self._device):
             self._out, self._in = (Ring(self._device, self._stride) for _ in range(2))
-            self._out.is_waited_for = in_step
+            self._out.is_paced = not in_step
             # The engine's stream may still zero that memory, and use what it was before.
             torch.cuda.synchronize(self._device)
             self._bus = open_bus(self._device, self._out.emptying)
@@ -260,10 +260,10 @@ class _Wave:
 
 
 class Ring:
-    """The waves of one direction. Called by one thread at a time. One that `is_waited_for`, by the
-    engine's thread until all is queued, has more queued."""
+    """The waves of one direction. Called by one thread at a time. One that `is_paced` has little
+    queued; where the engine's thread waits until all is queued, that would take it longer."""
 
-    is_waited_for = False
+    is_paced = False
 
     def __init__(self, device: torch.device, stride: int) -> None:
         made = _memory(min(MOST_QUEUED, max(1, WAVE_BYTES // stride)), stride, device)
@@ -301,7 +301,7 @@ class Ring:
         what precedes."""
         self._queued += operations
         self._bytes += size
-        is_long = self._bytes > MOST_BYTES and not self.is_waited_for
+        is_long = self.is_paced and self._bytes > MOST_BYTES
         if self._queued > MOST_QUEUED or is_long:
             before, self._last_mark = self._last_mark, mark(self.emptying)
             self._queued, self._bytes = operations, size
