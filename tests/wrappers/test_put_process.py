@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -14,15 +15,20 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 from pydantic_core import PydanticSerializationError
 
 from spec.offloading import StoreContext, StoreSpec
+from spec.registry import make_tier
+from tests.support.plugin_packages import Install
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, workload
 from tests.support.topologies import wait_until
 from tiers.concurrency.executors import in_background
@@ -43,6 +49,7 @@ from tiers.store import (
 )
 from tiers.testing import GivenSpec, Memory, MemoryStore, make_key
 from tiers.wrappers import put_process, put_server
+from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.put_process import PutsApart, send
 
 SIZE = 64 << 10
@@ -462,6 +469,26 @@ def test_one_that_hangs_keeps_no_store_from_closing(
     closing.result(30)
 
 
+def test_one_that_is_stopped_in_the_midst_of_a_message_reads_the_rest(store: PutsApart) -> None:
+    """As a debugger does with it."""
+    put(store, keys())
+    assert store._process is not None
+    engine, first = store._process._socket, keys(1000)
+    message = json.dumps({"put": [], "prompts": [key.hex() for key in first], "until": math.inf})
+    engine.sendall(len(message).to_bytes(8, "little") + message[:1000].encode())
+    unread = array("i", [1])
+
+    def has_read() -> bool:
+        fcntl.ioctl(engine, termios.TIOCOUTQ, unread)
+        return not unread[0]
+
+    wait_until(has_read)
+    os.kill(number(store), signal.SIGSTOP)
+    os.kill(number(store), signal.SIGCONT)
+    engine.sendall(message[1000:].encode())
+    assert "logs" in put_process.receive(engine)
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_ends_all_processes_leaves_it_to_the_engine(
@@ -644,17 +671,50 @@ def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
 def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier is closed, as when its folder has gone, while blocks are put into it."""
     store, key = MemoryStore(), make_key()
-    monkeypatch.setattr(put_server, "open_bare", lambda *_: store)
+    monkeypatch.setattr(put_server, "open_for_puts", lambda *_: store)
     engine, theirs = socket.socketpair()
     settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
     place = {"payload_bytes": SIZE, "num_ranks": 1}
     with engine, theirs, ExitStack() as stack, pytest.raises(EOFError):
-        send(engine, {"settings": settings, "site": place, "level": logging.INFO})
+        send(engine, {"settings": settings, "site": place, "in_records": False, "level": 20})
         put = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "until": math.inf}
         send(engine, put)
         engine.shutdown(socket.SHUT_WR)
         put_server._Server(theirs, stack).run()
     assert store.has([key]) == [True]
+
+
+TRIED_ONCE = """
+from typing import Literal
+from spec.offloading import StoreContext
+from tests.support.damage import SlabMedium
+from tiers.disk.spec import DiskSpec
+
+class TapeSpec(DiskSpec):
+    type: Literal["tape"] = "tape"
+
+    def open(self, site: StoreContext):
+        return super().open(site)
+
+    def medium(self, store):
+        self.path.with_name("tried").mkdir()
+        return SlabMedium(self.path)
+"""
+
+
+def test_blocks_are_put_as_they_are_looked_for(plugin: Install, tmp_path: Path) -> None:
+    """Whether a plugin's store verifies is tried, and a trial may have another end there."""
+    plugin("tapes", TRIED_ONCE, tape="TapeSpec")
+    settings = {"type": "tape", "path": tmp_path / "kv", "capacity": 200 * (SIZE + 4096)}
+    tape, some = cast(StoreSpec, make_tier("tape", settings)), keys()
+    with closing(open_guarded(tape, SITE, puts_apart=True)) as guarded:
+        store = guarded.now()
+        assert isinstance(store, PutsApart)
+        wait_until(lambda: store._process is None or store._process.has_answered)
+        assert put(store, some) == [True] * 3
+        assert not in_the_engine(store)
+        memory = Memory(some, SIZE)
+        assert store.get(memory.blocks) == [True] * 3
 
 
 # -- in an engine ----------------------------------------------------------------------------

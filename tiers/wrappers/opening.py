@@ -75,9 +75,12 @@ def _open_apart(
     return PutsApart(make(), spec, site, name)
 
 
-def open_bare(spec: StoreSpec, site: StoreContext) -> TierStore:
-    """Open a tier's store without a guard. Raises what `open` raises."""
-    return _open(spec, site, logging.DEBUG)
+def open_for_puts(spec: StoreSpec, site: StoreContext, in_records: bool) -> TierStore:
+    """Open a tier's store without a guard, to put what another process looks for: `in_records`, as
+    its trial has shown, or not. Raises what `open` raises."""
+    if spec.encryption is not None:
+        return _encrypt(spec, spec.encryption, site)
+    return _in_records(spec, site) if in_records else _with_verbs(spec.open(site))
 
 
 def log_name(spec: OffloadingSpec) -> str:
@@ -102,6 +105,10 @@ def _open(spec: StoreSpec, site: StoreContext, level: int) -> TierStore:
         store = _believed(spec, site, level)
         if store is not None:
             return store
+    return _in_records(spec, site)
+
+
+def _in_records(spec: StoreSpec, site: StoreContext) -> TierStore:
     record = replace(site, payload_bytes=record_bytes(site.payload_bytes))
     return VerifiedStore(_with_verbs(spec.open(record)), site.payload_bytes)
 

@@ -45,6 +45,7 @@ from tiers.store import (
     each,
     time_left,
 )
+from tiers.wrappers.integrity import VerifiedStore
 
 PART_BYTES = 16 << 20
 """Payloads that are handed over at once, one block at least; the process puts what it has while the
@@ -90,7 +91,8 @@ class PutsApart(StoreWrapper):
 
     def _begin(self) -> None:
         try:
-            self._process = _Process(self._spec, self._site, self._name)
+            in_records = isinstance(self._inner, VerifiedStore)
+            self._process = _Process(self._spec, self._site, in_records, self._name)
             if self._closed:  # meanwhile
                 raise CannotServe("the tier is closed")
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
@@ -185,9 +187,9 @@ class _Range(ctypes.Structure):
 class _Process:
     """A process that has a store open. Used by one thread at a time, but for `close`."""
 
-    def __init__(self, spec: StoreSpec, site: StoreContext, name: str) -> None:
-        """Raises whatever the beginning of a process may raise."""
-        settings = _settings(spec)
+    def __init__(self, spec: StoreSpec, site: StoreContext, in_records: bool, name: str) -> None:
+        """`in_records`: how blocks are looked for. Raises whatever a beginning may raise."""
+        opening = {"settings": _settings(spec), "in_records": in_records}
         self.counts = PutCounts()
         """What its store has counted so far."""
         self._payload_bytes = site.payload_bytes
@@ -208,7 +210,7 @@ class _Process:
         level = logging.getLogger("tiers").getEffectiveLevel()
         place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
         with suppress(OSError):  # one that has ended is noticed when it is waited for
-            send(self._socket, {"settings": settings, "site": place, "level": level})
+            send(self._socket, {**opening, "site": place, "level": level})
 
     @property
     def is_open(self) -> bool:
@@ -223,7 +225,7 @@ class _Process:
 
     def wait_until_open(self) -> None:
         """Wait until its store is open, and try whether it can be given payloads. Raises what its
-        store raised, and OSError, EOFError and CannotServe."""
+        store raised, and what else stands against it."""
         rows: list[int] = self._hear()["rows"]
         nothing = ctypes.c_ubyte()
         self._copy([(ctypes.addressof(nothing), rows[0], 1)])
@@ -291,7 +293,7 @@ class _Process:
         self._hear()
 
     def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """See `copy_into`. Raises CannotServe, too, where the process has ended: its number may be
+        """See `copy_into`. Raises CannotServe once the process has ended: its number may be
         another's by now."""
         if self._process.poll() is not None:
             raise CannotServe("it has ended")
@@ -340,16 +342,13 @@ class _Process:
 
 def copy_into(process: int, pieces: Sequence[tuple[int, int, int]]) -> None:
     """Copy from addresses here to addresses there, so many bytes each. Raises OSError, and
-    CannotServe where the system has no such call."""
+    AttributeError where the system has no such call."""
     sources, targets = ((_Range * len(pieces))() for _ in range(2))
     for (start, target, size), source, there in zip(pieces, sources, targets, strict=True):
         source.start, source.length = start, size
         there.start, there.length = target, size
     ranges = sources, len(pieces), targets, len(pieces)
-    try:
-        write = ctypes.CDLL(None, use_errno=True).process_vm_writev
-    except AttributeError as error:
-        raise CannotServe("the system can't write into another's memory") from error
+    write = ctypes.CDLL(None, use_errno=True).process_vm_writev
     write.restype = ctypes.c_ssize_t
     done = write(process, *ranges, 0)
     if done != sum(size for _, _, size in pieces):
@@ -361,11 +360,10 @@ def _settings(spec: StoreSpec) -> Mapping[str, Any]:
     """The settings as another process makes the same spec of them. Raises CannotServe."""
     try:
         settings: dict[Any, Any] = spec.model_dump(mode="json")
-        is_same = make_tier(spec.type, settings) == spec
+        if make_tier(spec.type, settings) != spec:
+            raise CannotServe("they would be others there")
     except Exception as error:
         raise CannotServe(f"its settings can't be handed over: {describe_error(error)}") from error
-    if not is_same:
-        raise CannotServe("its settings can't be handed over")
     return settings
 
 
@@ -387,7 +385,9 @@ def receive(source: socket.socket) -> dict[str, Any]:
 
 
 def _read(source: socket.socket, length: int) -> bytes:
-    data = source.recv(length, socket.MSG_WAITALL)
-    if len(data) < length:
-        raise EOFError("it says nothing any more")
+    data = b""
+    while len(data) < length:  # who was stopped in the midst of it has less
+        if not (more := source.recv(length - len(data), socket.MSG_WAITALL)):
+            raise EOFError("it says nothing any more")
+        data += more
     return data

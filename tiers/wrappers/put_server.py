@@ -37,7 +37,7 @@ from tiers.store import (
     batch_blocks,
     capability,
 )
-from tiers.wrappers.opening import open_bare
+from tiers.wrappers.opening import open_for_puts
 from tiers.wrappers.put_process import CLOSE_SECONDS, copy_into, receive, send
 
 LOOKED_EVERY_S = 5.0
@@ -138,7 +138,7 @@ class _Server:
         spec = make_tier(settings["type"], settings)
         if not isinstance(spec, StoreSpec):
             raise TierUnusable(f"type {spec.type} is no store")
-        self._store = open_bare(spec, site)
+        self._store = open_for_puts(spec, site, message["in_records"])
         self._stack.callback(self._store.close)
         size, stride = site.payload_bytes, slot_stride(site.payload_bytes)
         starts = range(0, batch_blocks(size) * stride, stride)
