@@ -248,9 +248,10 @@ class StoreSpec(OffloadingSpec):
     store_process: Literal["auto", "always", "never"] = Field(
         default="auto",
         description="Store blocks by a process beside each of the engine's workers, so that stores "
-        "do not keep the engine's thread from launching its work. It takes 40 MB of memory, more "
-        "for some plugins, and copies each block once more. auto: where the engine computes on a "
-        "GPU.",
+        "do not keep the engine's thread from launching its work. It takes 70 MB of memory, more "
+        "for encryption and some plugins, and copies each block once more. Where the system lets "
+        "nobody write into its memory (ptrace_scope 2), or it can't begin, the engine's process "
+        "stores. auto: where the engine computes on a GPU.",
     )
     write_budget: ByteRate | None = Field(
         default=None,

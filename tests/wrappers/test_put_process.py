@@ -705,7 +705,11 @@ class TapeSpec(DiskSpec):
 def test_blocks_are_put_as_they_are_looked_for(plugin: Install, tmp_path: Path) -> None:
     """Whether a plugin's store verifies is tried, and a trial may have another end there."""
     plugin("tapes", TRIED_ONCE, tape="TapeSpec")
-    settings = {"type": "tape", "path": tmp_path / "kv", "capacity": 200 * (SIZE + 4096)}
+    settings: dict[object, object] = {
+        "type": "tape",
+        "path": tmp_path / "kv",
+        "capacity": 200 * (SIZE + 4096),
+    }
     tape, some = cast(StoreSpec, make_tier("tape", settings)), keys()
     with closing(open_guarded(tape, SITE, puts_apart=True)) as guarded:
         store = guarded.now()
