@@ -437,6 +437,21 @@ serve("""
 
 
 @pytest.mark.fault
+def test_a_forked_child_that_ends_leaves_it_to_its_parent(store: PutsApart) -> None:
+    put(store, keys())
+    process = number(store)
+    child = os.fork()
+    if not child:
+        try:
+            store.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert put(store, keys()) == [True] * 3
+    assert number(store) == process
+
+
+@pytest.mark.fault
 def test_what_it_had_started_does_not_stand_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from operator import add
 from typing import Any
@@ -91,8 +91,7 @@ class PutsApart(StoreWrapper):
 
     def _begin(self) -> None:
         try:
-            in_records = isinstance(self._inner, VerifiedStore)
-            self._process = _Process(self._spec, self._site, in_records, self._name)
+            self._process = _Process(self._spec, self._site, self._inner, self._name)
             if self._closed:  # meanwhile
                 raise CannotServe("the tier is closed")
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
@@ -168,14 +167,11 @@ class PutsApart(StoreWrapper):
     def close(self) -> None:
         self._closed = True
         # Not under the lock: a put that hangs would keep the tier from closing.
-        process = self._process
-        if process is not None:
-            process.finish()
-        try:
+        with ExitStack() as when_it_is_closed:
+            if (process := self._process) is not None:
+                process.finish()
+                when_it_is_closed.callback(process.close)
             self._inner.close()  # meanwhile: of a tier that hangs an engine waits a second only
-        finally:
-            if process is not None:
-                process.close()
 
 
 class _Range(ctypes.Structure):
@@ -187,9 +183,9 @@ class _Range(ctypes.Structure):
 class _Process:
     """A process that has a store open. Used by one thread at a time, but for `close`."""
 
-    def __init__(self, spec: StoreSpec, site: StoreContext, in_records: bool, name: str) -> None:
-        """`in_records`: how blocks are looked for. Raises whatever a beginning may raise."""
-        opening = {"settings": _settings(spec), "in_records": in_records}
+    def __init__(self, spec: StoreSpec, site: StoreContext, like: TierStore, name: str) -> None:
+        """It stores blocks as `like` looks for them. Raises whatever a beginning may raise."""
+        opening = {"settings": _settings(spec), "in_records": isinstance(like, VerifiedStore)}
         self.counts = PutCounts()
         """What its store has counted so far."""
         self._payload_bytes = site.payload_bytes
@@ -198,7 +194,8 @@ class _Process:
         self._socket, theirs = socket.socketpair()
         # Python passes over what is no text there.
         path = (place for place in sys.path if isinstance(place, str))
-        numbers = map(str, (theirs.fileno(), os.getpid()))
+        self._parent = os.getpid()
+        numbers = map(str, (theirs.fileno(), self._parent))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, f"kvtiers-put-{name}", *numbers, *path],
@@ -315,8 +312,9 @@ class _Process:
 
     def finish(self) -> None:
         """Have it end what it does, close its store and end. Does not wait."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        if os.getpid() == self._parent:  # a forked child has the socket, too
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Wait until it has ended; kill it if that takes too long."""
