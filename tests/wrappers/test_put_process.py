@@ -705,8 +705,8 @@ from spec.offloading import StoreContext
 from tests.support.damage import SlabMedium
 from tiers.disk.spec import DiskSpec
 
-class TapeSpec(DiskSpec):
-    type: Literal["tape"] = "tape"
+class OnceSpec(DiskSpec):
+    type: Literal["once"] = "once"
 
     def open(self, site: StoreContext):
         return super().open(site)
@@ -719,14 +719,14 @@ class TapeSpec(DiskSpec):
 
 def test_blocks_are_put_as_they_are_looked_for(plugin: Install, tmp_path: Path) -> None:
     """Whether a plugin's store verifies is tried, and a trial may have another end there."""
-    plugin("tapes", TRIED_ONCE, tape="TapeSpec")
+    plugin("tried_once", TRIED_ONCE, once="OnceSpec")
     settings: dict[object, object] = {
-        "type": "tape",
+        "type": "once",
         "path": tmp_path / "kv",
         "capacity": 200 * (SIZE + 4096),
     }
-    tape, some = cast(StoreSpec, make_tier("tape", settings)), keys()
-    with closing(open_guarded(tape, SITE, puts_apart=True)) as guarded:
+    once, some = cast(StoreSpec, make_tier("once", settings)), keys()
+    with closing(open_guarded(once, SITE, puts_apart=True)) as guarded:
         store = guarded.now()
         assert isinstance(store, PutsApart)
         wait_until(lambda: store._process is None or store._process.has_answered)
