@@ -9,6 +9,7 @@ from spec.chain import ChainSpec
 from spec.offloading import HostSpec
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
+from tiers.host.slots import slots_within
 
 STAGING = 256 << 20
 """Bytes, over all ranks, for blocks in flight, where the chain does not say and a step of the
@@ -69,9 +70,6 @@ class PoolSize:
 
     def slots(self, payload_bytes: int) -> int:
         """How many slots each rank has, for blocks of this many bytes; fewer for larger blocks."""
-        # Here, since it imports torch, which the doctor does without.
-        from tiers.host.slots import slots_within
-
         slots = slots_within(self.num_bytes, payload_bytes, self.world_size)
         # A block in flight that a host tier keeps has one slot for both.
         return max(slots, STEPS * self.step_blocks) if self.staging is None else slots

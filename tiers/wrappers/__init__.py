@@ -1,1 +1,1 @@
-"""Stores around any store: guard, integrity, encryption, late opening."""
+"""Stores around any store: guard, integrity, encryption, late opening, a put process."""

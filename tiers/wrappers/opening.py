@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 
 from spec.errors import describe_error
 from spec.offloading import (
@@ -55,10 +54,13 @@ def open_guarded(
     name = log_name(spec)
     # Each worker opens the store as well; the operator is warned once.
     level = logging.DEBUG if announce is None else logging.WARNING
+
+    def make() -> TierStore:
+        made = _open(spec, site, level)
+        return PutsApart(made, spec, site, name) if puts_apart else made
+
     try:
-        make = partial(_open, spec, site, level)
-        apart = partial(_open_apart, make, spec, site, name)
-        store = Reopening(name, apart if puts_apart else make, announce)
+        store = Reopening(name, make, announce)
         store.first(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except TierUnusable as error:
         if package_of(spec) is None:
@@ -67,12 +69,6 @@ def open_guarded(
     except Exception as error:
         raise TierUnusable(f"{name}: open raised {describe_error(error)}") from error
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
-
-
-def _open_apart(
-    make: Callable[[], TierStore], spec: StoreSpec, site: StoreContext, name: str
-) -> TierStore:
-    return PutsApart(make(), spec, site, name)
 
 
 def open_for_puts(spec: StoreSpec, site: StoreContext, in_records: bool) -> TierStore:

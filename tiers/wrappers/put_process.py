@@ -68,6 +68,7 @@ be taken for Python's own."""
 _LENGTH = struct.Struct("<Q")
 
 logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CannotServe(KVTiersError):
@@ -346,7 +347,7 @@ def copy_into(process: int, pieces: Sequence[tuple[int, int, int]]) -> None:
         source.start, source.length = start, size
         there.start, there.length = target, size
     ranges = sources, len(pieces), targets, len(pieces)
-    write = ctypes.CDLL(None, use_errno=True).process_vm_writev
+    write = _libc.process_vm_writev
     write.restype = ctypes.c_ssize_t
     done = write(process, *ranges, 0)
     if done != sum(size for _, _, size in pieces):
