@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import redis
@@ -26,11 +28,18 @@ def binaries() -> dict[str, Path]:
     return found | ({"redis": Path(installed)} if installed else {})
 
 
+_PORTS = range(12_000, 32_000)
+"""Linux gives outgoing connections none of these (`ip_local_port_range`). One that it had picked
+itself was taken again, twice in one run of all tests, before its server had bound it."""
+
+
 def free_port() -> int:
     """A TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = random.SystemRandom().choice(_PORTS)  # two processes at a time pick some
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RedisServer:
