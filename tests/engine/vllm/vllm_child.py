@@ -75,14 +75,23 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():  # elsewhere a device could be opened, which no fork may share
+        import vllm.model_executor.layers.quantization.online.base
         import vllm.model_executor.models.llama
         import vllm.v1.worker.cpu_worker  # noqa: F401
         from vllm import LLM  # noqa: F401
         from vllm.model_executor.models import registry
 
+        import tiers.engine.vllm
+        import tiers.engine.vllm_offloading  # noqa: F401
+
         # Else a new model is looked at in a process that imports vLLM anew.
         registry._run_in_subprocess = lambda look: look()
-    gc.freeze()  # else an engine, which collects garbage several times, looks at all that each time
+        # Else each engine goes through what all modules have.
+        current_platform.register_triton_kernel_overrides()
+        current_platform.register_triton_kernel_overrides = lambda: None
+    # Else an engine, which collects garbage several times, looks at all that each time.
+    gc.freeze()
+    gc.unfreeze = lambda: None
 
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
