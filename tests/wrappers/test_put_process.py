@@ -692,8 +692,8 @@ def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) ->
     place = {"payload_bytes": SIZE, "num_ranks": 1}
     with engine, theirs, ExitStack() as stack, pytest.raises(EOFError):
         send(engine, {"settings": settings, "site": place, "in_records": False, "level": 20})
-        put = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "until": math.inf}
-        send(engine, put)
+        part = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "is_last": False}
+        send(engine, part | {"until": math.inf})
         engine.shutdown(socket.SHUT_WR)
         put_server._Server(theirs, stack).run()
     assert store.has([key]) == [True]

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
 from operator import add
 from typing import Any
 
@@ -51,6 +50,8 @@ PART_BYTES = 16 << 20
 """Payloads that are handed over at once, one block at least; the process puts what it has while the
 next are copied. With a quarter of it stores were a fourth faster, and an engine's thread lost twice
 as much by them: each message has threads here ask for the interpreter's lock."""
+ANSWER_BYTES = 1 << 14
+"""Of an answer, at most times: it is read by one call, after which the lock is asked for."""
 OPEN_SECONDS = 30.0
 """After so long one line says that a process has yet to open its store."""
 CLOSE_SECONDS = 20.0
@@ -233,24 +234,20 @@ class _Process:
         """As a store. Raises TierError of a store, and anything else of a process that is gone or
         talks nonsense."""
         at_once = max(1, PART_BYTES // self._payload_bytes)
-        starts = range(0, len(blocks), at_once)
+        starts = range(0, len(blocks) or 1, at_once)
         parts = [blocks[start : start + at_once] for start in starts]
-        is_last = (part is parts[-1] for part in parts)
+        is_last = (start == starts[-1] for start in starts)
         gone = [*map(self._hand_over, parts, starts, is_last)]
-        answers = [why or self._answer(part) for why, part in zip(gone, parts, strict=True)]
-        failed = [answer for answer in answers if isinstance(answer, KVTiersError)]
-        held = [
-            [False] * len(part) if isinstance(answer, KVTiersError) else answer
-            for part, answer in zip(parts, answers, strict=True)
-        ]
-        if failed and not any(map(any, held)):
-            raise failed[0]
-        return [*chain.from_iterable(held)]
+        is_put = [not why for part, why in zip(parts, gone, strict=True) for _ in part]
+        held = iter(each("put", self._hear()["held"], sum(is_put)))
+        for why in gone:
+            if why and not any(is_put):
+                raise why
+        return [was_put and next(held) for was_put in is_put]
 
     def _hand_over(self, blocks: Sequence[Block], first: int, is_last: bool) -> RecordError | None:
         """Copy payloads to the rows from the first on, and have them put. Returns the error of a
-        block that the engine has taken back. `is_last`: now answers are heard; until then they must
-        be short."""
+        block that the engine has taken back: none of them is put. `is_last`: now it answers."""
         rows = self._rows[first : first + len(blocks)]
         pieces = [
             (address_of(block.payload), row, len(block.payload))
@@ -258,12 +255,14 @@ class _Process:
         ]
         self._copy(pieces)
         prompts: dict[int, tuple[int, Sequence[bytes]]] = {}
-        written = []
+        written: list[tuple[str, str | None, tuple[int, int, int] | None]] = []
+        gone = None
         for block in blocks:
             try:
                 checksum = block.checksum  # behind the copy, which may have another block's bytes
             except RecordError as error:
-                return error
+                gone, written = error, []
+                break
             prefix, at = block.prefix, None
             if prefix is not None:
                 number, _ = prompts.setdefault(id(prefix.keys), (len(prompts), prefix.keys))
@@ -277,13 +276,7 @@ class _Process:
             "until": time.monotonic() + time_left(),
         }
         send(self._socket, message)
-        return None
-
-    def _answer(self, blocks: Sequence[Block]) -> list[bool] | TierError:
-        try:
-            return each("put", self._hear()["held"], len(blocks))
-        except TierError as error:
-            return error
+        return gone
 
     def resize(self, capacity: int) -> None:
         """As `put`."""
@@ -299,7 +292,7 @@ class _Process:
 
     def _hear(self) -> dict[str, Any]:
         """The next answer. Raises the error that it names, as a TierError."""
-        answer = receive(self._socket)
+        answer = receive(self._socket, ANSWER_BYTES)
         for name, level, text in answer["logs"]:
             logging.getLogger(name).log(level, "%s", text)
         self.counts = PutCounts(*answer.get("counts", self.counts))
@@ -376,10 +369,14 @@ def send(target: socket.socket, message: Mapping[str, Any]) -> None:
     target.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive(source: socket.socket) -> dict[str, Any]:
-    """Wait for a message. Raises OSError, EOFError at the end, and ValueError for another thing."""
-    (length,) = _LENGTH.unpack(_read(source, _LENGTH.size))
-    found: dict[str, Any] = json.loads(_read(source, length))
+def receive(source: socket.socket, ahead: int = 0) -> dict[str, Any]:
+    """Wait for a message. `ahead`: bytes that are read with its length, where no other message may
+    follow. Raises OSError, EOFError at the end, and ValueError for another thing."""
+    data = source.recv(_LENGTH.size + ahead)
+    data += _read(source, _LENGTH.size - len(data))
+    (length,) = _LENGTH.unpack_from(data)
+    data += _read(source, _LENGTH.size + length - len(data))
+    found: dict[str, Any] = json.loads(data[_LENGTH.size :])
     return found
 
 

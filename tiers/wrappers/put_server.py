@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any
 
 from spec.errors import describe_error
@@ -36,6 +36,7 @@ from tiers.store import (
     Waiting,
     batch_blocks,
     capability,
+    each,
 )
 from tiers.wrappers.opening import open_for_puts
 from tiers.wrappers.put_process import CLOSE_SECONDS, copy_into, receive, send
@@ -101,38 +102,24 @@ class _Server:
         self._rows: list[memoryview] = []
 
     def run(self) -> None:
-        """Answer all messages. Raises EOFError and ConnectionError when there are no more."""
-        self._answer([receive(self._engine)], self._open)
+        """Answer all that comes. Raises EOFError and ConnectionError when nothing does any more."""
+        self._answer(receive(self._engine), self._open)
         while True:
-            messages = [receive(self._engine)]
-            if "put" not in messages[0]:
-                self._answer(messages, self._resize)
-                continue
-            # What has come meanwhile is put by one call: each costs an index a transaction.
-            with suppress(EOFError):  # the next look finds it, too
-                while self._arrivals.poll(0):
-                    messages.append(receive(self._engine))
-            self._answer(messages, self._put)
+            message = receive(self._engine)
+            self._answer(message, self._put if "put" in message else self._resize)
 
-    def _answer(
-        self,
-        messages: Sequence[Message],
-        act: Callable[[Sequence[Message]], Sequence[Mapping[str, Any]]],
-    ) -> None:
-        answers: Sequence[Mapping[str, Any]]
+    def _answer(self, message: Message, act: Callable[[Message], Mapping[str, Any]]) -> None:
+        answer: Mapping[str, Any]
         try:
-            answers = act(messages)
+            answer = act(message)
         except Exception as error:  # noqa: BLE001 - a store's, which the guard is to hear of
             text = str(error) if isinstance(error, KVTiersError) else describe_error(error)
-            answers = [{"error": [type(error).__name__, text]}] * len(messages)
+            answer = {"error": [type(error).__name__, text]}
         counts = None if self._store is None else capability(self._store, Counts)
         so_far = {} if counts is None else {"counts": counts.counts()}
-        for message, answer in zip(messages, answers, strict=True):
-            lines = self._lines.take() if message.get("is_last", True) else []
-            send(self._engine, {**answer, **so_far, "logs": lines})
+        send(self._engine, {**answer, **so_far, "logs": self._lines.take()})
 
-    def _open(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        (message,) = messages
+    def _open(self, message: Message) -> dict[str, Any]:
         logging.getLogger("tiers").setLevel(message["level"])
         settings, site = message["settings"], StoreContext(**message["site"])
         spec = make_tier(settings["type"], settings)
@@ -146,7 +133,7 @@ class _Server:
         self._rows = [memory[start : start + size] for start in starts]
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
         copy_into(os.getpid(), [(address, address, 1)])  # a filter may kill who tries
-        return [{"rows": [address + start for start in starts]}]
+        return {"rows": [address + start for start in starts]}
 
     def _ready(self) -> TierStore:
         store = self._store
@@ -157,12 +144,33 @@ class _Server:
         self._is_reached = True
         return store
 
-    def _put(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _put(self, message: Message) -> dict[str, Any]:
+        """Put the blocks of this message and of those behind it, up to the last one."""
+        held: list[bool] = []
+        errors = []
+        while True:
+            messages = [message]
+            # What has come meanwhile is put by one call: each costs an index a transaction.
+            with suppress(EOFError):  # the next look finds it, too
+                while not messages[-1]["is_last"] and self._arrivals.poll(0):
+                    messages.append(receive(self._engine))
+            try:
+                held += self._put_at_once(messages)
+            except Exception as error:  # noqa: BLE001 - a store's; those behind may be stored
+                errors.append(error)
+                held += [False for part in messages for _ in part["put"]]
+            if messages[-1]["is_last"]:
+                break
+            message = receive(self._engine)
+        if errors and not any(held):
+            raise errors[0]
+        return {"held": held}
+
+    def _put_at_once(self, messages: Sequence[Message]) -> Sequence[bool]:
         store, until = self._ready(), messages[0]["until"]
-        parts = [*map(self._blocks, messages)]
+        blocks = [*chain.from_iterable(map(self._blocks, messages))]
         with Waiting(lambda: until - time.monotonic()):  # all processes have this clock
-            held = iter(store.put([*chain.from_iterable(parts)]))
-        return [{"held": [*islice(held, len(part))]} for part in parts]
+            return each("put", store.put(blocks), len(blocks)) if blocks else ()
 
     def _blocks(self, message: Message) -> list[GatheredBlock]:
         prompts = [[*map(bytes.fromhex, keys)] for keys in message["prompts"]]
@@ -174,7 +182,7 @@ class _Server:
             blocks.append(GatheredBlock(bytes.fromhex(key), payload, known, prefix))
         return blocks
 
-    def _resize(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _resize(self, message: Message) -> dict[str, Any]:
         if (resizable := capability(self._ready(), Resizable)) is not None:
-            resizable.resize(messages[0]["resize"])
-        return [{}]
+            resizable.resize(message["resize"])
+        return {}
