@@ -4,7 +4,8 @@ The job: `engine` (arguments of LLM), `cells` ([tokens of a prompt, prompts at o
 tokens, `again` (whether cells are asked a third time), `sampled` (prompts of the first cell's
 length that are asked besides, one by one, while the engine's thread is looked at), `folder` (of a
 disk tier, or None), `turn` (a file to be locked), `alone` (whether no other engine may be asked
-meanwhile) and `result`.
+meanwhile), `seconds` (that such a one may have then: one that hangs costs the next no more) and
+`result`.
 
 Each cell is asked `cold`; then `own`, from the engine's own cache; and `again` when other cells
 have taken its room there, from tiers if there are any. `own` and `again` compute the same tokens by
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -46,11 +49,16 @@ def documents(count: int, length: int, seed: int) -> list[list[int]]:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, ask it, and return the results."""
+    late = threading.Timer(job["seconds"], _end, [job["seconds"]])
+    late.daemon = True
     with Path(job["turn"]).open("a") as turn:
-        return _run(job, turn)
+        try:
+            return _run(job, turn, late)
+        finally:
+            late.cancel()
 
 
-def _run(job: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
+def _run(job: dict[str, Any], turn: IO[str], late: threading.Timer) -> dict[str, Any]:
     from vllm import LLM
 
     if not job["alone"]:
@@ -60,6 +68,7 @@ def _run(job: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
     started = time.perf_counter() - began
     if job["alone"]:
         fcntl.flock(turn, fcntl.LOCK_EX)
+        late.start()
     config = llm.llm_engine.vllm_config
     for length in {length for length, _ in job["cells"]}:
         _ask(llm, job, documents(1, length, seed=1))  # the first of a length sets things up
@@ -82,6 +91,12 @@ def _run(job: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
         "cells": cells,
         "sampled": sampled,
     }
+
+
+def _end(seconds: float) -> None:
+    """End this engine with its own processes."""
+    print(f"it was asked for {seconds:g} s, and is ended", flush=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _prompts(cell: dict[str, Any]) -> list[list[int]]:

@@ -1,15 +1,17 @@
 """A real vLLM on this machine: what it answers with a chain, and how soon, beside vLLM's own
 OffloadingConnector and no connector.
 
-    python -m bench.gpu_engine [--json FILE] [--smoke] [--only equal|speed]      make gpu-engine
+    python -m bench.gpu_engine [--json FILE] [--smoke] [--only equal|speed] [--seconds 590]
+    make gpu-engine ARGS=...
 
 `equal`: small models of four kinds, runners, graphs. Each has to answer from tiers what it answers
 from its own cache, to the last bit of the log probabilities. `speed`, with a model of 3B's shape:
 time to first token by prompt length, with 1 and 16 prompts at once, without a connector, with
 vLLM's own, with a chain, restarted with that chain's disk, and with a chain whose blocks the
-engine's process stores (`inside`). Engines start beside each other;
-those of `speed` are asked one by one, and once the others have ended. Writes JSON anew after each.
-It ends with 0 if there is a GPU, and all engines with a chain ran and answered what they should.
+engine's process stores (`inside`). Engines start beside each other, as many as the GPU has room
+for; those of `speed` are asked one by one, and once the others have ended. Writes JSON anew after
+each, with what it logged of who stores its blocks. It ends with 0 if there is a GPU, and all
+engines with a chain ran, had their blocks stored by another process, and answered what they should.
 `--smoke`: small models and short prompts, which shows only that all of it runs, on a CPU too.
 """
 
@@ -18,20 +20,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.engine_models import LARGE, LATENT, SMALL, STATES, TINY, WINDOWS, write_model
 from bench.gpu_facts import facts
-from bench.on_gpu import write
+from bench.on_gpu import in_time, write
 from bench.report import machine
 from tiers.engine.identity.digests import SETTLED_SECONDS
 
@@ -39,6 +42,19 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "build" / "gpu-engine.json"
 SECONDS = 590.0
 ENGINE_SECONDS = 200.0
+"""Of an engine that is asked beside others, from its start."""
+ASKED_SECONDS = 100.0
+"""Of one that is asked alone, from its turn, which may be long after its start."""
+ROOM = 10
+"""Tenths of a GPU's memory: engines that ask for more wait until others have ended."""
+BESIDE = "blocks are stored by the process"
+STORES = (
+    BESIDE,
+    "the engine's stores",
+    "blocks are stored by the engine's",
+    "stores blocks is gone",
+)
+"""What a tier logs of who stores blocks: another process, or the engine's own."""
 TAIL = 6000
 ANSWER = 8
 EAGER: dict[str, Any] = {"enforce_eager": True}
@@ -69,6 +85,8 @@ class Engine:
     connector: str
     cells: Sequence[tuple[int, int]]
     sampled: int = 0
+    sizes: tuple[str, str] | None = None
+    """Of its tiers, if others than the plan's."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,10 @@ class Plan:
 
 
 EQUAL_CELLS = ((2000, 1), (6000, 1), (3000, 4), (12000, 1))
+FEW = ("6GiB", "6GiB")
+"""Tiers of an engine with few cells: what is pinned for all engines has to fit the host."""
 SPEED_CELLS = ((1024, 1), (4096, 1), (16384, 1), (65536, 1), (1024, 16), (2048, 16))
+INSIDE_CELLS = (SPEED_CELLS[0], SPEED_CELLS[1], SPEED_CELLS[4])
 KINDS = {"llama": SMALL, "windows": WINDOWS, "latent": LATENT, "states": STATES}
 
 
@@ -114,7 +135,8 @@ def _speed(connector: str) -> Engine:
 def _sampled(one: Engine) -> Engine:
     """The same, whose thread is looked at."""
     env = {**one.env, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return replace(one, name=f"{one.name}, sampled", env=env, cells=one.cells[:1], sampled=30)
+    few = replace(one, cells=one.cells[:1], sizes=FEW)
+    return replace(few, name=f"{one.name}, sampled", env=env, sampled=30)
 
 
 FULL = Plan(
@@ -128,9 +150,11 @@ FULL = Plan(
         _equal("states", V2, "full graphs", 160, **FULL_GRAPHS, **TRITON),
     ),
     speed=(
-        *map(_speed, ("none", "native", "chain", "restarted")),
-        replace(_speed("inside"), cells=(SPEED_CELLS[0], SPEED_CELLS[1], SPEED_CELLS[4])),
-        *(_sampled(_speed(name)) for name in ("none", "chain")),
+        *map(_speed, ("none", "chain")),
+        replace(_speed("inside"), cells=INSIDE_CELLS, sizes=FEW),
+        _speed("native"),
+        *(_sampled(_speed(name)) for name in ("chain", "none")),
+        _speed("restarted"),
     ),
     sizes={"equal": ("1GiB", "2GiB"), "speed": ("28GiB", "32GiB")},
 )
@@ -161,20 +185,26 @@ class Runs:
     plan: Plan
     file: Path
     scratch: Path
+    seconds: float = SECONDS
     began: float = field(default_factory=time.monotonic)
     said: dict[str, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Without it two engines that end together would write one file."""
 
     def all(self, parts: Sequence[str]) -> bool:
-        """Run these parts' engines; whether each is as it should be. One that is restarted starts
-        when the one with the same chain has ended."""
+        """Run these parts' engines; whether each is as it should be. One starts when the GPU has
+        room for it, and one that is restarted when the one with the same chain has ended."""
         asked = [(one, part) for part in parts for one in getattr(self.plan, part)]
+        room = threading.Semaphore(ROOM)
         with ThreadPoolExecutor(len(asked)) as pool:
             runs: dict[str, Future[bool]] = {}
             for engine, part in asked:
+                tenths = round(ROOM * engine.more.get("gpu_memory_utilization", 0))
+                for _ in range(tenths):
+                    room.acquire()
                 before = runs.get("chain") if engine.connector == "restarted" else None
-                runs[engine.name] = pool.submit(self.run, engine, part, before)
+                run = runs[engine.name] = pool.submit(self.run, engine, part, before)
+                run.add_done_callback(partial(_leave, room, tenths))
         return all(run.result() for run in runs.values())
 
     def run(self, engine: Engine, part: str, before: Future[bool] | None = None) -> bool:
@@ -184,9 +214,12 @@ class Runs:
             before.exception()
         file = self.scratch / f"{part}, {engine.name}.json"
         began = time.monotonic()
-        left = min(ENGINE_SECONDS, SECONDS - (began - self.began))
+        left = self.seconds - (began - self.began)
+        if part != "speed":
+            left = min(ENGINE_SECONDS, left)
         output, code = _child(self._job(engine, part, file), engine.env, max(1.0, left))
         came: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - began, 1)}
+        came["stores"] = stores(output)
         if code == 0 and file.exists():
             came |= json.loads(file.read_text())
             came["cells"] = [told(cell) for cell in came["cells"]]
@@ -204,6 +237,7 @@ class Runs:
         is_shared = engine.connector in ("chain", "restarted") and part == "speed"
         folder = self.scratch / part / ("disk" if is_shared else engine.name)
         arguments = {"model": str(model), "dtype": dtype, **engine.more}
+        sizes = engine.sizes or self.plan.sizes[part]
         if engine.connector == "native":
             arguments["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
@@ -212,7 +246,7 @@ class Runs:
             }
         elif engine.connector != "none":
             process = "never" if engine.connector == "inside" else "always"
-            arguments["kv_transfer_config"] = _chain(folder, process, *self.plan.sizes[part])
+            arguments["kv_transfer_config"] = _chain(folder, process, *sizes)
         return {
             "engine": arguments,
             "cells": engine.cells,
@@ -222,8 +256,14 @@ class Runs:
             "folder": str(folder) if engine.connector in ("chain", "inside") else None,
             "turn": str(self.scratch / "turn"),
             "alone": part == "speed",
+            "seconds": ASKED_SECONDS,
             "result": str(file),
         }
+
+
+def _leave(room: threading.Semaphore, tenths: int, run: Future[bool]) -> None:
+    for _ in range(tenths):
+        room.release()
 
 
 def _chain(folder: Path, process: str, in_memory: str, on_disk: str) -> dict[str, Any]:
@@ -263,11 +303,15 @@ def told(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_right(came: Mapping[str, Any], engine: Engine) -> bool:
-    """Whether an engine with a chain ran, loaded, and answered from tiers the same as from its own
-    cache. One prompt alone is computed the same way again, to the last bit; of several at once the
+    """Whether an engine with a chain ran, had its blocks stored by another process alone, loaded,
+    and answered from tiers the same as from its own cache. A restarted one need not store. One
+    prompt alone is computed the same way again, to the last bit; of several at once the
     batches differ, and so may rounding, but where the engine rounds alike whatever the batch."""
     always = engine.env is INVARIANT
-    cells = came.get("cells", ())
+    cells, stored = came.get("cells", ()), came.get("stores", ())
+    is_beside = all(BESIDE in line for line in stored) and len(stored) > 0
+    if not is_beside and (stored or engine.connector != "restarted"):
+        return False
     return len(cells) == len(engine.cells) and all(
         cell.get("prefix_matters", True)
         and cell["cached_again"] == cell["cached_own"]
@@ -278,25 +322,16 @@ def is_right(came: Mapping[str, Any], engine: Engine) -> bool:
 
 
 def _child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple[str, int | None]:
-    """Run `engine_child` in a process group of its own; what it printed, and its exit status."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.engine_child"],
-        cwd=ROOT,
-        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **OWN_SAMPLER, **env},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(json.dumps(job), timeout=seconds)
-        return output, process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # the engine's own processes, too
-        output, _ = process.communicate()
-        return output, None
+    """Run `engine_child`; what it printed, and its exit status."""
+    ours = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **OWN_SAMPLER, **env}
+    command = [sys.executable, "-m", "bench.engine_child"]
+    return in_time(command, seconds, json.dumps(job), {**os.environ, **ours})
+
+
+def stores(output: str) -> list[str]:
+    """What an engine logged of who stores its blocks, each line once."""
+    said = (line.partition("tier ")[2].strip() for line in output.splitlines())
+    return [*dict.fromkeys(line for line in said if any(sign in line for sign in STORES))]
 
 
 def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
@@ -304,7 +339,8 @@ def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
         lines = str(came["output"]).strip().splitlines()
         return [f"{name}: exit {came['exit']}: {lines[-1] if lines else 'it printed nothing'}"]
     how = f"{came['runner']}, {came['graphs']}, async {came['async_scheduling']}"
-    return [f"{name}: {how}, {came['seconds']} s"] + [
+    heads = [f"{name}: {how}, {came['seconds']} s", *(f"  {line}" for line in came["stores"])]
+    return heads + [
         f"  {cell['length']:>6} x {cell['at_once']:<2} TTFT ms cold {cell['ttft_cold'] * 1e3:.1f} "
         f"own {cell['ttft_own'] * 1e3:.1f} again {cell['ttft_again'] * 1e3:.1f} "
         f"(cached {cell['cached_own']:.0f}, {cell['cached_again']:.0f}, of {cell['from_tiers']}), "
@@ -314,8 +350,15 @@ def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main(file: Path, plan: Plan, only: str | None = None, scratch: Path | None = None) -> int:
-    """Run all and write `file`."""
+def main(
+    file: Path,
+    plan: Plan,
+    only: str | None = None,
+    scratch: Path | None = None,
+    seconds: float = SECONDS,
+) -> int:
+    """Run all and write `file`. `seconds`: for all of it, writing the models too."""
+    began = time.monotonic()
     import torch
 
     scratch = scratch or file.with_suffix("")
@@ -328,7 +371,10 @@ def main(file: Path, plan: Plan, only: str | None = None, scratch: Path | None =
     time.sleep(2 * SETTLED_SECONDS)  # of weights younger than that no KV outlasts an engine
     torch.cuda.empty_cache()
     here = {**machine(), "device": facts()}
-    fine = Runs(plan, file, scratch, said={"machine": here, "engines": {}}).all(parts)
+    here["free_bytes"] = shutil.disk_usage(scratch).free
+    said = {"machine": here, "engines": {}}
+    write(file, said)
+    fine = Runs(plan, file, scratch, seconds, began, said).all(parts)
     print(f"{file}: {here['gpu'] or 'no CUDA device here'}, {'equal' if fine else 'not equal'}")
     return 0 if fine and (here["gpu"] or plan is SMOKE) else 1
 
@@ -339,6 +385,7 @@ if __name__ == "__main__":
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--only", choices=("equal", "speed"))
     parser.add_argument("--scratch", type=Path, help="for models and disk tiers; some 40 GB")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     given = parser.parse_args()
     chosen = SMOKE if given.smoke else FULL
-    sys.exit(main(given.json, chosen, given.only, given.scratch))
+    sys.exit(main(given.json, chosen, given.only, given.scratch, given.seconds))

@@ -2,7 +2,7 @@
 tests that need a device, copies beside their peers, `bench gpu`, and the tests once more under
 compute-sanitizer, where that is.
 
-    python -m bench.on_gpu [FILE]      make gpu
+    python -m bench.on_gpu [FILE] [--seconds 590]      make gpu
 
 Writes JSON as `bench --json` does, with what the parts printed, and anew after each part, so that
 one that hangs costs no other before it. Needs a GPU, PyTorch, pytest, what kvtiers imports, and no
@@ -11,12 +11,15 @@ network; without a GPU it says so in the same form, and ends with 1.
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,22 +80,10 @@ def run(part: Part, left: float = SECONDS) -> dict[str, Any]:
     """Run a part, and end it when its time is over, or what is `left` of all; what came of it."""
     if part.missing:
         return {"passed": None, "exit": None, "seconds": 0.0, "output": part.missing}
+    if left <= 0:
+        return {"passed": None, "exit": None, "seconds": 0.0, "output": "no time was left for it"}
     began = time.monotonic()
-    try:
-        ended = subprocess.run(
-            part.command,
-            cwd=ROOT,
-            timeout=max(1.0, min(part.seconds, left)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        code, said = ended.returncode, ended.stdout
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-        code, said = None, output.decode(errors="replace") if isinstance(output, bytes) else output
+    said, code = in_time(part.command, min(part.seconds, left))
     return {
         "passed": code == 0,
         "exit": code,
@@ -101,8 +92,34 @@ def run(part: Part, left: float = SECONDS) -> dict[str, Any]:
     }
 
 
-def main(file: Path = FILE) -> int:
-    """Run all parts and write `file`; 0 if there is a GPU and every part passed that could run."""
+def in_time(
+    command: Sequence[str], seconds: float, given: str = "", env: Mapping[str, str] | None = None
+) -> tuple[str, int | None]:
+    """Run a command in a process group of its own, which is ended when its time is over; what it
+    printed, and its exit status: None of one that had to be ended."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(given, timeout=seconds)
+        return said, process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what it began holds the output, and a GPU, too
+        said, _ = process.communicate()
+        return said, None
+
+
+def main(file: Path = FILE, seconds: float = SECONDS) -> int:
+    """Run all parts and write `file`; 0 if there is a GPU and every part passed that could run.
+    `seconds`: all parts together."""
     began = time.monotonic()
     folder = file.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,12 +129,12 @@ def main(file: Path = FILE) -> int:
     for part in parts(folder):
         if part.rows is not None:
             part.rows.unlink(missing_ok=True)
-        said["parts"][part.name] = result = run(part, SECONDS - (time.monotonic() - began))
+        said["parts"][part.name] = result = run(part, seconds - (time.monotonic() - began))
         if part.rows is not None and part.rows.exists():
             said["rows"] += json.loads(part.rows.read_text())["rows"]
         write(file, said)
         print(f"{part.name}: exit {result['exit']} after {result['seconds']} s")
-        print(result["output"])
+        print(result["output"], flush=True)
     print(f"{file}: {here['gpu'] or 'no CUDA device here'}")
     failed = any(one["passed"] is False for one in said["parts"].values())
     return 0 if not failed and here["gpu"] else 1
@@ -131,4 +148,8 @@ def write(file: Path, said: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=FILE)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    given = parser.parse_args()
+    sys.exit(main(given.file, given.seconds))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ByteSize, TypeAdapter
 
 from bench import engine_child, gpu_engine
 from bench.gpu_engine import (
@@ -23,17 +26,24 @@ from bench.gpu_engine import (
     INVARIANT,
     SMOKE,
     SPEED_CELLS,
+    Plan,
     Runs,
     is_right,
     main,
     told,
 )
+from tests.support.topologies import wait_until
 
 PARTS = ["equal", "speed"]
 (CHAIN,) = SMOKE.equal
 Result = dict[str, Any]
 Behaves = Callable[[dict[str, Any]], Result | None]
 """What an engine of a job gives; None: it does not start."""
+
+
+LINE = "tier disk: blocks are stored by the process 12, beside the engine's"
+APART = f"(EngineCore pid=1) INFO 11-27 02:00:00 [put_process.py:147] {LINE}\n"
+WITHIN = "tier disk: blocks are stored by the engine's process, since another can't (no)"
 
 
 def answer(cached: int, tiers: Mapping[str, int], logprob: float = -0.5) -> dict[str, Any]:
@@ -80,12 +90,13 @@ def wrong(job: dict[str, Any]) -> Result:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Behaves], Runs]:
     def make(behaves: Behaves) -> Runs:
         def child(job: dict[str, Any], env: Mapping[str, str], seconds: float) -> tuple[str, int]:
-            assert 0 < seconds <= gpu_engine.ENGINE_SECONDS
+            assert 0 < seconds <= gpu_engine.SECONDS
             result = behaves(job)
             if result is None:
                 return "begins\nit does not start", 1
+            said = result.pop("said", APART if connector(job) == "KVTiersConnector" else "")
             Path(job["result"]).write_text(json.dumps(result))
-            return "", 0
+            return said, 0
 
         monkeypatch.setattr(gpu_engine, "_child", child)
         return Runs(SMOKE, tmp_path / "engine.json", tmp_path, said={"engines": {}})
@@ -152,6 +163,77 @@ def test_it_ends_with_an_error_where_answers_differ(
     monkeypatch.setattr(gpu_engine, "machine", lambda: {"gpu": ""})
     plan = replace(SMOKE, speed=())
     assert main(file, plan, scratch=tmp_path) == 1, "without a GPU only a smoke run is fine"
+
+
+def test_a_chain_whose_engine_stores_fails_it(runs: Callable[[Behaves], Runs]) -> None:
+    """Where another process can't be had its figures are those of `inside`."""
+
+    def within(name: str) -> Behaves:
+        def behaves(job: dict[str, Any]) -> Result:
+            said = {"said": f"WARNING {WITHIN}\nWARNING {WITHIN}\n"}
+            return {**right(job), **(said if Path(job["result"]).stem == name else {})}
+
+        return behaves
+
+    made = runs(within("speed, chain"))
+    assert not made.all(PARTS)
+    engines = written(made)
+    assert engines["speed"]["chain"]["stores"] == [WITHIN.partition(" ")[2]]
+    assert engines["speed"]["restarted"]["stores"] == [LINE.partition(" ")[2]]
+    assert not runs(within("equal, llama, V1, eager")).all(PARTS)
+    nothing = runs(lambda job: {**right(job), "said": ""})
+    assert not nothing.all(PARTS), "nobody said who stores"
+    assert is_right({**came(), "stores": []}, replace(CHAIN, connector="restarted"))
+
+
+def test_engines_start_as_the_gpu_has_room(runs: Callable[[Behaves], Runs]) -> None:
+    """In the order of the plan; those that ask for no share need none."""
+    beside, most, began = 0, 0, list[str]()
+    lock, pair = threading.Lock(), threading.Barrier(2)
+
+    def behaves(job: dict[str, Any]) -> Result:
+        nonlocal beside, most
+        with lock:
+            began.append(Path(job["result"]).stem)
+            beside += 1
+            most = max(most, beside)
+        pair.wait(60)
+        with lock:
+            beside -= 1
+        return right(job)
+
+    made = runs(behaves)
+    large = {**CHAIN.more, "gpu_memory_utilization": 0.5}
+    engines = [replace(CHAIN, name=str(number), more=large) for number in range(6)]
+    made.plan = replace(SMOKE, equal=engines, speed=())
+    assert made.all(PARTS)
+    assert most == 2 and sorted(began) == [f"equal, {number}" for number in range(6)]
+    assert {*began[:2]} == {"equal, 0", "equal, 1"}
+
+
+@pytest.mark.parametrize("plan", [FULL, SMOKE])
+def test_what_stands_beside_fits_a_host(plan: Plan, runs: Callable[[Behaves], Runs]) -> None:
+    """Tiers in memory are pinned, on the machine that was lent of 128 GiB; a disk has 64."""
+    made = runs(right)
+    made.plan = plan
+    memory = disk = 0
+    folders = set()
+    for part in PARTS:
+        for engine in getattr(plan, part):
+            job = made._job(engine, part, Path("some"))
+            extra = job["engine"].get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+            tiers = extra.get("chain", {"tiers": []})["tiers"]
+            memory += extra.get("cpu_bytes_to_use", 0) + sum(
+                gib(tier["capacity"]) for tier in tiers[:1] if engine.connector != "restarted"
+            )
+            new = [tier for tier in tiers[1:] if tier["path"] not in folders]
+            folders |= {tier["path"] for tier in new}
+            disk += sum(gib(tier["capacity"]) for tier in new if part == "speed")
+    assert memory <= 96 << 30 and disk <= 48 << 30
+
+
+def gib(size: str) -> int:
+    return int(TypeAdapter(ByteSize).validate_python(size))
 
 
 def test_a_chain_that_does_not_start_fails_it(runs: Callable[[Behaves], Runs]) -> None:
@@ -233,7 +315,7 @@ def cell_of(**more: Any) -> dict[str, Any]:
 def came(**more: Any) -> dict[str, Any]:
     """An engine whose last cell is so."""
     cells = [told(a_cell()) for _ in CHAIN.cells]
-    return {"cells": [*cells[:-1], cell_of(**more)]}
+    return {"cells": [*cells[:-1], cell_of(**more)], "stores": [LINE.partition(" ")[2]]}
 
 
 def test_what_is_right() -> None:
@@ -307,7 +389,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 def ask(fake: FakeEngine, cells: Sequence[tuple[int, int]], **more: Any) -> dict[str, Any]:
     job = {"engine": {}, "cells": cells, "answer": 8, "again": True, "folder": None, "sampled": 0}
-    return engine_child.run({**job, "turn": fake.turn, "alone": False, **more})
+    return engine_child.run({**job, "turn": fake.turn, "alone": False, "seconds": 600.0, **more})
 
 
 def test_an_engine_waits_until_nobody_else_is_asked(
@@ -331,6 +413,22 @@ def test_an_engine_waits_until_nobody_else_is_asked(
         ask(fake, cells, alone=True)
     assert (fake.started, fake.asked) == ("shared", {"alone"}), "it starts while the other is asked"
     assert holds(fake.turn) == "nobody"
+
+
+def test_one_that_hangs_in_its_turn_is_ended(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for the turn costs it nothing; who has ended is not."""
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *how: ended.append(how))
+    fake.pause = 0.3
+    ask(fake, [(32, 1)], seconds=0.1)
+    assert not ended, "one that shares the turn has its parent's limit"
+    ask(fake, [(32, 1)], alone=True, seconds=0.1)
+    assert ended == [(0, signal.SIGKILL)]
+    fake.pause = 0.0
+    ask(fake, [(32, 1)], alone=True)
+    wait_until(lambda: not any(isinstance(one, threading.Timer) for one in threading.enumerate()))
 
 
 def test_where_the_engines_thread_is(fake: FakeEngine) -> None:

@@ -15,6 +15,7 @@ from bench import on_gpu
 from bench.gpu import choose
 from bench.gpu_facts import facts
 from bench.report import read_json
+from tests.support.topologies import wait_until
 
 
 def part(name: str, code: str, seconds: float = 60.0) -> on_gpu.Part:
@@ -62,6 +63,18 @@ def test_a_part_has_no_more_than_what_is_left() -> None:
     result = on_gpu.run(part("late", "import time; time.sleep(600)", 500.0), left=0.5)
     assert (result["exit"], result["passed"]) == (None, False)
     assert result["seconds"] < 400
+    result = on_gpu.run(part("later", "1"), left=-1.0)
+    assert (result["output"], result["passed"]) == ("no time was left for it", None)
+
+
+def test_what_a_part_began_ends_with_it(tmp_path: Path) -> None:
+    """It would hold the output, and the GPU, of the parts behind it."""
+    file = tmp_path / "number"
+    sleeps = f"{sys.executable} -S -c 'import time; time.sleep(600)'"
+    begins = f'import os; os.system("{sleeps} & echo $! >{file}; wait")'
+    assert on_gpu.run(part("hangs", begins, 2.0))["exit"] is None
+    number = int(file.read_text())
+    wait_until(lambda: not Path(f"/proc/{number}/cmdline").exists())
 
 
 BARE = """
