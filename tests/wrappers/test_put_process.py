@@ -193,6 +193,25 @@ def test_where_the_system_forbids_the_call_the_engine_goes_on(action: str, tmp_p
     assert ended.stdout == "goes on\n", ended.stderr
 
 
+CLOSED = """
+from tests.wrappers.test_put_process import *
+of = spec(Path(PLACE))
+made = of.open(SITE)
+os.close(0), os.close(1)
+store = PutsApart(made, of, SITE, "tier")
+wait_until(lambda: store._process is None or store._process.has_answered)
+assert put(store, keys()) == [True] * 3
+assert not in_the_engine(store)
+store.close()
+"""
+
+
+def test_an_engine_without_standard_streams_has_one(tmp_path: Path) -> None:
+    """What is opened then has their numbers."""
+    engine = f"PLACE = {str(tmp_path)!r}\n{CLOSED}"
+    subprocess.run([sys.executable, "-c", engine], check=True)
+
+
 def test_settings_that_hold_an_object_stay_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     given = GivenSpec(type="given", name="store").over(MemoryStore())
     store, some = opened(given), keys()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -197,11 +198,12 @@ class _Process:
         # Python passes over what is no text there.
         path = (place for place in sys.path if isinstance(place, str))
         self._parent = os.getpid()
-        numbers = map(str, (theirs.fileno(), self._parent))
-        with theirs:
+        # Not the number of a standard stream: an engine may have closed its own.
+        with theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)) as given:
+            numbers = map(str, (given.fileno(), self._parent))
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, f"kvtiers-put-{name}", *numbers, *path],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[given.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
