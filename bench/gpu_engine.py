@@ -170,7 +170,7 @@ SMOKE = Plan(
     models={"llama": (TINY, "float32")},
     equal=(_smoke("llama, V1, eager", "chain"),),
     speed=(
-        *(_smoke(name, name) for name in ("none", "chain", "restarted", "native")),
+        *(_smoke(name, name) for name in ("none", "chain", "restarted", "inside", "native")),
         _sampled(_smoke("chain", "chain")),
     ),
     sizes={"equal": ("64MiB", "64MiB"), "speed": ("64MiB", "64MiB")},
@@ -234,7 +234,7 @@ class Runs:
 
     def _job(self, engine: Engine, part: str, file: Path) -> dict[str, Any]:
         model, dtype = self.scratch / "models" / engine.model, self.plan.models[engine.model][1]
-        is_shared = engine.connector in ("chain", "restarted") and part == "speed"
+        is_shared = engine.name in ("chain", "restarted")  # a disk of another size is its own
         folder = self.scratch / part / ("disk" if is_shared else engine.name)
         arguments = {"model": str(model), "dtype": dtype, **engine.more}
         sizes = engine.sizes or self.plan.sizes[part]
@@ -336,8 +336,9 @@ def stores(output: str) -> list[str]:
 
 def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
     if "cells" not in came:
-        lines = str(came["output"]).strip().splitlines()
-        return [f"{name}: exit {came['exit']}: {lines[-1] if lines else 'it printed nothing'}"]
+        lines = str(came["output"]).strip().splitlines() or ["it printed nothing"]
+        errors = [line for line in lines if "Error" in line]  # a resource tracker's come behind it
+        return [f"{name}: exit {came['exit']}: {(errors or lines)[-1]}"]
     how = f"{came['runner']}, {came['graphs']}, async {came['async_scheduling']}"
     heads = [f"{name}: {how}, {came['seconds']} s", *(f"  {line}" for line in came["stores"])]
     return heads + [

@@ -116,7 +116,7 @@ def test_right_answers(runs: Callable[[Behaves], Runs]) -> None:
     found = written(made)
     assert {part: {*engines} for part, engines in found.items()} == {
         "equal": {"llama, V1, eager"},
-        "speed": {"none", "native", "chain", "restarted", "chain, sampled"},
+        "speed": {"none", "native", "chain", "restarted", "inside", "chain, sampled"},
     }
     assert all(one["exit"] == 0 for part in PARTS for one in found[part].values())
     by_name = {Path(job["result"]).stem: job for job in jobs}
@@ -127,6 +127,7 @@ def test_right_answers(runs: Callable[[Behaves], Runs]) -> None:
         "native": True,
         "chain": True,
         "restarted": False,
+        "inside": False,
         "chain, sampled": False,
     }
     assert {name for name, job in by_name.items() if job["sampled"]} == {"speed, chain, sampled"}
@@ -136,13 +137,16 @@ def test_right_answers(runs: Callable[[Behaves], Runs]) -> None:
     kept, later = (by_name[f"speed, {name}"] for name in ("chain", "restarted"))
     assert kept["engine"] == later["engine"], "it has the disk that was left"
     assert kept["folder"] and not later["folder"]
+    apart = ("chain", "inside", "chain, sampled")
+    folders = [by_name[f"speed, {name}"]["folder"] for name in apart]
+    assert len({*folders}) == 3, "what another stored is not stored again"
 
 
 def test_answers_that_differ_in_a_bit(runs: Callable[[Behaves], Runs]) -> None:
     """And the engines beside it are heard all the same."""
     made = runs(lambda job: right(job) if job["alone"] else wrong(job))
     assert not made.all(PARTS)
-    assert sum(len(engines) for engines in written(made).values()) == 6
+    assert sum(len(engines) for engines in written(made).values()) == 7
     assert not runs(lambda job: wrong(job) if job["alone"] else right(job)).all(PARTS)
     peer = runs(lambda job: wrong(job) if connector(job) != "KVTiersConnector" else right(job))
     assert peer.all(PARTS), "what others answer is told, and judged by nobody"
@@ -248,6 +252,16 @@ def test_a_chain_that_does_not_start_fails_it(runs: Callable[[Behaves], Runs]) -
         assert made.all(PARTS)
     native = written(made)["speed"]["native"]
     assert native["exit"] == 1 and native["output"] == "begins\nit does not start"
+
+
+def test_an_engine_that_does_not_start_is_told_by_its_error() -> None:
+    """Which a tracker of resources that it leaves comes behind."""
+    lines = ["Traceback", "ValueError: there is no room", "  warnings.warn('leaked')"]
+    came = {"exit": 1, "output": "\n".join(lines)}
+    assert gpu_engine._lines("chain", came) == [f"chain: exit 1: {lines[1]}"]
+    assert gpu_engine._lines("chain", {**came, "output": "ended"}) == ["chain: exit 1: ended"]
+    (said,) = gpu_engine._lines("chain", {**came, "output": ""})
+    assert said.endswith("it printed nothing")
 
 
 @pytest.mark.parametrize("starts", [True, False])
@@ -504,6 +518,7 @@ def test_all_of_it_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "CPU Offloading is currently only supported on" in native["output"]
     plain, restarted = said["speed"]["none"], said["speed"]["restarted"]
     sampled = said["speed"].pop("chain, sampled")
+    assert len(sampled["stores"]) == 1 and not said["speed"]["inside"]["stores"]
     assert len(sampled["cells"]) == 1 and sampled["sampled"]["ttft"] > 0
     assert any("execute_model" in stack for stack in sampled["sampled"]["stacks"])
     for one in (*said["equal"].values(), *said["speed"].values()):
