@@ -55,7 +55,7 @@ STORES = (
     "stores blocks is gone",
 )
 """What a tier logs of who stores blocks: another process, or the engine's own."""
-TAIL = 6000
+TAIL = 20_000
 ANSWER = 8
 EAGER: dict[str, Any] = {"enforce_eager": True}
 GRAPHS: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
@@ -337,7 +337,8 @@ def stores(output: str) -> list[str]:
 def _lines(name: str, came: Mapping[str, Any]) -> list[str]:
     if "cells" not in came:
         lines = str(came["output"]).strip().splitlines() or ["it printed nothing"]
-        errors = [line for line in lines if "Error" in line]  # a resource tracker's come behind it
+        # What a tracker of resources says comes behind it, and what its engine said before.
+        errors = [line for line in lines if "Error" in line and "See root cause above" not in line]
         return [f"{name}: exit {came['exit']}: {(errors or lines)[-1]}"]
     how = f"{came['runner']}, {came['graphs']}, async {came['async_scheduling']}"
     heads = [f"{name}: {how}, {came['seconds']} s", *(f"  {line}" for line in came["stores"])]

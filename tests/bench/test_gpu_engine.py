@@ -256,7 +256,8 @@ def test_a_chain_that_does_not_start_fails_it(runs: Callable[[Behaves], Runs]) -
 
 def test_an_engine_that_does_not_start_is_told_by_its_error() -> None:
     """Which a tracker of resources that it leaves comes behind."""
-    lines = ["Traceback", "ValueError: there is no room", "  warnings.warn('leaked')"]
+    lines = ["Traceback", "ValueError: there is no room"]
+    lines += ["RuntimeError: it failed. See root cause above", "  warnings.warn('leaked')"]
     came = {"exit": 1, "output": "\n".join(lines)}
     assert gpu_engine._lines("chain", came) == [f"chain: exit 1: {lines[1]}"]
     assert gpu_engine._lines("chain", {**came, "output": "ended"}) == ["chain: exit 1: ended"]
