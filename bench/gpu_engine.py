@@ -45,8 +45,10 @@ ENGINE_SECONDS = 200.0
 """Of an engine that is asked beside others, from its start."""
 ASKED_SECONDS = 100.0
 """Of one that is asked alone, from its turn, which may be long after its start."""
-ROOM = 10
-"""Tenths of a GPU's memory: engines that ask for more wait until others have ended."""
+TENTHS = 10
+ROOM = 9
+"""Tenths of a GPU's memory that all engines may ask for; the next wait until others have ended.
+They take a little more than they ask for, and this process has some."""
 BESIDE = "blocks are stored by the process"
 STORES = (
     BESIDE,
@@ -199,7 +201,7 @@ class Runs:
         with ThreadPoolExecutor(len(asked)) as pool:
             runs: dict[str, Future[bool]] = {}
             for engine, part in asked:
-                tenths = round(ROOM * engine.more.get("gpu_memory_utilization", 0))
+                tenths = round(TENTHS * engine.more.get("gpu_memory_utilization", 0))
                 for _ in range(tenths):
                     room.acquire()
                 before = runs.get("chain") if engine.connector == "restarted" else None
