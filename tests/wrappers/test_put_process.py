@@ -384,12 +384,22 @@ def test_a_store_that_is_closed_begins_no_other(tmp_path: Path) -> None:
         assert store._process is None or number(store) == process
 
 
-def test_it_ends_with_a_store_that_is_closed(tmp_path: Path) -> None:
-    store = opened(spec(tmp_path))
-    put(store, keys())
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "while it begins"])
+def test_it_ends_with_a_store_that_is_closed(
+    is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills: list[object] = []
+    monkeypatch.setattr(put_process._Process, "kill", kills.append)
+    of = spec(tmp_path)
+    store = opened(of) if is_open else PutsApart(of.open(SITE), of, SITE, "tier")
+    if is_open:
+        put(store, keys())
     process = number(store)
     store.close()
-    assert not is_there(process)
+    assert not is_there(process) and not kills
+    again = of.open(SITE)
+    assert again.put(Memory(keys(), SIZE).fill().readonly()) == [True] * 3, "the folder is whole"
+    again.close()
 
 
 SOON = """from tiers.wrappers import put_server
