@@ -18,16 +18,18 @@ from tiers.testing import GivenSpec
 
 @dataclass(frozen=True)
 class Size:
-    """`blocks` of the prompt that waits; how many stores are `under_way`; `steps` of a figure."""
+    """`blocks` of the prompt that waits; how many stores are `in_flight`; `steps` of a figure;
+    requests that `answers`."""
 
     blocks: int = 8192
     in_flight: tuple[int, ...] = (0, 1_000, 10_000, 50_000)
     steps: int = 200
+    answers: int = 256
     ranks: tuple[int, ...] = (1, 8)
     rounds: int = 3
 
 
-SMOKE = Size(blocks=64, in_flight=(0, 64), steps=3, ranks=(2,), rounds=1)
+SMOKE = Size(blocks=64, in_flight=(0, 64), steps=3, answers=8, ranks=(2,), rounds=1)
 
 
 class Names:

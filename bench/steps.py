@@ -3,6 +3,7 @@
 A tier lags behind: thousands of stores, of one block each, are on their way into it. A prompt of
 128k tokens, half in the cpu tier and all in the other, waits for room and is asked about in every
 step (`load_policy: stitched`). In each step 16 requests complete a block, and as many stores end.
+Other rows have as many requests as an engine may answer at once, and no prompt that waits.
 
 Both halves are real but for the lagging store, which keeps names and no bytes. Steps begin 20 ms
 after each other by a clock of our own, so that what is done anew now and then is in the figures:
@@ -81,6 +82,25 @@ class Running:
         """They have finished, and leave nothing to offer."""
         for prompt in self._prompts:
             chain.request_finished(prompt, [])
+
+
+class Answering(Running):
+    """Requests that compute a token each in every step. One in `TOKENS` completes a block."""
+
+    def step(self) -> Step:
+        """One more token of each."""
+        names = [prompt.request_id for prompt in self._prompts]
+        computed = [TOKENS + number % TOKENS + self._done for number in range(len(names))]
+        self._done += 1
+        if self._done == 1:
+            new = [NewRequest(name, ([0, 1],), 0) for name in names]
+            return Step(new, dict(zip(names, computed, strict=True)))
+        before = [tokens - 1 for tokens in computed]
+        added: list[tuple[list[int], ...] | None] = [
+            ([tokens // TOKENS],) if not tokens % TOKENS and tokens > TOKENS else None
+            for tokens in before
+        ]
+        return Step([], dict.fromkeys(names, 1), CachedRequests(names, set(), added, before))
 
 
 class Scheduler:
@@ -179,6 +199,18 @@ class Scheduler:
         """Milliseconds of a step, in the mean."""
         self._look(self._waiting)  # the first look is a figure of its own
         return statistics.fmean(self._step(self._flow) for _ in range(self._size.steps))
+
+    def answers(self) -> float:
+        """Milliseconds of a step of requests that answer, in the mean."""
+        steps = self._size.steps
+        prompts = range(self._first, self._first + self._size.answers)
+        self._first = prompts.stop
+        running = Answering(prompts.start, len(prompts), steps // TOKENS + 4)
+        running.begin(self._chain)
+        self._step(running, waits=False)
+        milliseconds = statistics.fmean(self._step(running, waits=False) for _ in range(steps))
+        running.end(self._chain)
+        return milliseconds
 
     def worst(self) -> float:
         """Milliseconds of the worst step."""
@@ -288,6 +320,7 @@ def _cases(size: Size, keys: Path) -> Iterator[Case]:
         for how, encrypted in (("plain", None), ("encrypted", keys)):
             where = f"scheduler, {ranks} ranks, {how}"
             half = Scheduler(size, ranks, encrypted)
+            yield one(case=f"{where}, {size.answers} requests answer: mean", ours=half.answers)
             for count in size.in_flight:
                 half.fill(count)
                 target = LIMIT_SCHEDULER if count == most else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,8 +51,8 @@ class RequestState:
     `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
     all parts of its full blocks, as far as they are made, block by block. `tables`: its
     blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
-    step has run; 0 while it may be loading. `is_outdated`: a reset came after some of its blocks
-    were computed.
+    step has run; 0 while it may be loading. `complete`: as of `Scheduled`. `is_outdated`: a reset
+    came after some of its blocks were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, valid while
@@ -76,6 +76,7 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()
     computed: int = 0
+    complete: int = 0
     is_outdated: bool = False
     choice: Choice = NO_LOAD
     versions: Hashable = None
@@ -91,6 +92,10 @@ class RequestState:
     looking: dict[int, float] = field(default_factory=dict)
     tiers: dict[object, Any] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+
+    def has(self, tables: Iterable[Iterable[int]]) -> None:
+        """The engine has given it these blocks, and no others."""
+        self.tables, self.complete = tuple(list(table) for table in tables), 0
 
     @property
     def shared(self) -> bool:
@@ -130,8 +135,9 @@ class EngineStep(NamedTuple):
     def prompt_tokens(self) -> int:
         """Tokens of prompts that it computes."""
         return sum(
-            min(max(run.request_state.prompt_tokens - run.before, 0), run.after - run.before)
+            min(left, run.after - run.before)
             for run in self.scheduled
+            if (left := run.request_state.prompt_tokens - run.before) > 0
         )
 
 
@@ -310,7 +316,7 @@ class RequestTable:
     def allocated(self, request: Request, blocks: Blocks) -> RequestState:
         """Take in the blocks that the engine has given a request."""
         request_state = self.of(request)
-        request_state.tables = tuple(list(table) for table in blocks.get_block_ids())
+        request_state.has(blocks.get_block_ids())
         request_state.computed = 0
         # One tier may load into these blocks while another still reads what they held.
         self._allocated.update(*request_state.tables)
@@ -326,24 +332,24 @@ class RequestTable:
         for new in output.scheduled_new_reqs:
             request_state = self._states.get(new.req_id)
             if request_state is not None:
-                request_state.tables = tuple(list(table) for table in new.block_ids)
+                request_state.has(new.block_ids)
                 after = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
                 left = states.get(new.req_id, ())
                 self._runs(request_state, new.num_computed_tokens, after, left, is_new=True)
+        # Of an answer most steps complete no block and bring none: hundreds run in each step.
         cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, added, before in rows:
             request_state = self._states.get(request_id)
             if request_state is None:
                 continue
-            groups = request_state.tables or self.engine.kv_groups
-            added = cached.new_block_ids[i] or tuple([] for _ in groups)
-            if request_id in cached.resumed_req_ids or not request_state.tables:
-                request_state.tables = tuple([] for _ in added)
-            for table, more in zip(request_state.tables, added, strict=True):
-                table += more
-            before = cached.num_computed_tokens[i]
-            after = before + output.num_scheduled_tokens.get(request_id, 0)
             is_resumed = request_id in cached.resumed_req_ids
+            if is_resumed or not request_state.tables:
+                request_state.has(() for _ in added or self.engine.kv_groups)
+            if added is not None:
+                for table, more in zip(request_state.tables, added, strict=True):
+                    table += more
+            after = before + output.num_scheduled_tokens.get(request_id, 0)
             left = states.get(request_id, ())
             self._runs(request_state, before, after, left, is_resumed=is_resumed)
         return self.step
@@ -373,15 +379,15 @@ class RequestTable:
         is_resumed: bool = False,
     ) -> None:
         request_state.computed = after
-        self.step.overwritten.update(self.groups.written(request_state.tables, before))
+        for written in self.groups.written(request_state.tables, before):
+            self.step.overwritten.update(written)
         if is_new and request_state.scope == "computed":
             request_state.omitted = self._not_computed(request_state, before)
         if self._computed_since is not None:
             self._note_older(request_state, before, begins=is_new or is_resumed)
         complete = self._complete(request_state, after)
-        self.step.scheduled.append(
-            Scheduled(request_state, before, after, complete, is_new, states)
-        )
+        run = Scheduled(request_state, before, after, complete, is_new, states)
+        self.step.scheduled.append(run)
 
     def _not_computed(self, request_state: RequestState, before: int) -> tuple[range, ...]:
         """The leading blocks of a request that begins with `before` tokens, but those that tiers
@@ -396,7 +402,7 @@ class RequestTable:
         """Note what a step computes since the weights changed, and a request that begins with
         blocks of which some may be older."""
         assert self._computed_since is not None, "the engine's own cache was reset"
-        written = set(self.groups.written(request_state.tables, before))
+        written = set().union(*self.groups.written(request_state.tables, before))
         if begins:
             found = set().union(*request_state.tables) - written - {NULL_BLOCK}
             request_state.is_outdated |= not found <= self._computed_since
@@ -405,8 +411,12 @@ class RequestTable:
     def _complete(self, request_state: RequestState, after: int) -> int:
         if request_state.scope == "prompt":
             after = min(after, request_state.request.num_prompt_tokens)
-        known = min(self._full(request_state), after // self.engine.block_tokens)
-        return min(known, self.groups.blocks_in(request_state.tables))
+        full = after // self.engine.block_tokens
+        if full != request_state.complete:  # of most steps of an answer it is
+            known = min(self._full(request_state), full)
+            full = min(known, self.groups.blocks_in(request_state.tables))
+            request_state.complete = full
+        return full
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -419,7 +429,8 @@ class RequestTable:
         that goes on without that token has others in its place, so that the engine's own count
         of what is computed holds, too.
         """
-        request, request_state.tables = request_state.request, tuple(tables)
+        request = request_state.request
+        request_state.has(tables)
         if not any(tables):
             return Scheduled(request_state, 0, 0, 0)  # it was preempted
         computed = min(request_state.computed, request.num_computed_tokens, request.num_tokens - 1)

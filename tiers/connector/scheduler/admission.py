@@ -189,13 +189,13 @@ class AcceptanceMonitor:
         self._offered = 0
         self._lost: Counter[str] = Counter()
 
-    def offered(self, taken: int, refused: Mapping[str, int]) -> None:
-        """`taken` new blocks, and others `refused`, by the names of their counters."""
-        lost = {name: count for name, count in refused.items() if name not in INTENDED}
+    def offered(self, taken: int, refused: Iterable[str]) -> None:
+        """`taken` new blocks, and others `refused`, of each the name of its counter."""
+        lost = [name for name in refused if name not in INTENDED]
         if self._since is None:
             self._since = self._now()
             self._quiet_until = max(self._quiet_until, self._since)
-        self._offered += taken + sum(lost.values())
+        self._offered += taken + len(lost)
         self._lost.update(lost)
 
     def taken_later(self, reasons: Mapping[str, int]) -> None:

@@ -145,7 +145,7 @@ class TierStores:
         self._retries = RETRIES
         self._admission.acceptance.look()
         self._hints.step()
-        new = [self._new(scheduled) for scheduled in step.scheduled]
+        new = [*self._new(step.scheduled)]
         # The tier is asked once for all requests, and not at all where no block is complete.
         misses = self._misses([key for _, _, offers in new for key in offers.keys])
         jobs = [job for offer in new if (job := self._offer(*offer, misses)) is not None]
@@ -163,14 +163,18 @@ class TierStores:
             return False
         return self._tier.tenants.may_keep(tenant_of(tier_request.request_state.request))
 
-    def _new(self, scheduled: Scheduled) -> tuple[Scheduled, TierRequest, Offers]:
-        """What the step completes of a request: full blocks of known tokens."""
-        tier_request, requests = self._tier.request(scheduled.request_state), self._tier.requests
-        if scheduled.is_new and not self._promote:
-            tier_request.offered = scheduled.before // requests.engine.block_tokens
-        if scheduled.complete <= tier_request.offered or not self._may_store(tier_request):
-            return scheduled, tier_request, NO_OFFERS  # in most steps of an answer
-        return scheduled, tier_request, new_offers(requests, tier_request, scheduled)
+    def _new(self, runs: Sequence[Scheduled]) -> Iterator[tuple[Scheduled, TierRequest, Offers]]:
+        """What a step completes of its requests, full blocks of known tokens; and those of which
+        blocks are offered again. In most steps of an answer it is neither."""
+        tier, requests = self._tier, self._tier.requests
+        for run in runs:
+            tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
+            if run.is_new and not self._promote:
+                tier_request.offered = run.before // requests.engine.block_tokens
+            is_more = run.complete > tier_request.offered
+            if (is_more or tier_request.refused) and self._may_store(tier_request):
+                offers = new_offers(requests, tier_request, run) if is_more else NO_OFFERS
+                yield run, tier_request, offers
 
     def _misses(self, keys: Sequence[bytes]) -> Iterator[bool]:
         """Whether the tier misses each of these; nothing is asked for no keys."""
@@ -184,9 +188,7 @@ class TierStores:
         misses: Iterator[bool],
     ) -> StoreJob | None:
         """Store what the tier misses of these, the next in `misses`, or of those before them."""
-        items: dict[int, StoreItem] = {}
-        if tier_request.refused and self._may_store(tier_request):
-            items = self._offer_again(tier_request, scheduled)
+        items = self._offer_again(tier_request, scheduled) if tier_request.refused else {}
         return self._begin(tier_request, items | self._offer_new(tier_request, offers, misses))
 
     def _offer_new(
@@ -198,7 +200,7 @@ class TierStores:
         missed = [*islice(misses, len(offers.keys))]
         items, refused = self.claim(offers, missed, tier_request.behind)
         if items or refused:
-            self._admission.acceptance.offered(len(items), Counter(refused.values()))
+            self._admission.acceptance.offered(len(items), refused.values())
         if refused:
             waiting = {number: why for number, why in refused.items() if why in FOR_ROOM}
             tier_request.refused |= waiting
