@@ -109,7 +109,6 @@ class _Server:
             self._answer(message, self._put if "put" in message else self._resize)
 
     def _answer(self, message: Message, act: Callable[[Message], Mapping[str, Any]]) -> None:
-        answer: Mapping[str, Any]
         try:
             answer = act(message)
         except Exception as error:  # noqa: BLE001 - a store's, which the guard is to hear of

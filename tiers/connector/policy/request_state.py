@@ -413,9 +413,8 @@ class RequestTable:
             after = min(after, request_state.request.num_prompt_tokens)
         full = after // self.engine.block_tokens
         if full != request_state.complete:  # of most steps of an answer it is
-            known = min(self._full(request_state), full)
-            full = min(known, self.groups.blocks_in(request_state.tables))
-            request_state.complete = full
+            in_tables = self.groups.blocks_in(request_state.tables)
+            full = request_state.complete = min(full, self._full(request_state), in_tables)
         return full
 
     # -- ends --------------------------------------------------------------------------------

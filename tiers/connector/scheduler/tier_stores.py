@@ -148,7 +148,10 @@ class TierStores:
         new = [*self._new(step.scheduled)]
         # The tier is asked once for all requests, and not at all where no block is complete.
         misses = self._misses([key for _, _, offers in new for key in offers.keys])
-        jobs = [job for offer in new if (job := self._offer(*offer, misses)) is not None]
+        jobs: list[StoreJob] = []
+        for run, tier_request, offers in new:
+            items = self._offer_again(tier_request, run) if tier_request.refused else {}
+            jobs += self._begin(tier_request, items | self._offer_new(tier_request, offers, misses))
         jobs += self._offer_last(step.overwritten)
         reading = self._reading
         readers = sorted({reading[block] for block in step.overwritten & reading.keys()})
@@ -159,42 +162,32 @@ class TierStores:
         return jobs, readers
 
     def _may_store(self, tier_request: TierRequest) -> bool:
-        if self.is_paused or not self._tier.usable or not tier_request.request_state.stores:
-            return False
-        return self._tier.tenants.may_keep(tenant_of(tier_request.request_state.request))
+        tier, request_state = self._tier, tier_request.request_state
+        stores = tier.usable and not self.is_paused and request_state.stores
+        return stores and tier.tenants.may_keep(tenant_of(request_state.request))
 
     def _new(self, runs: Sequence[Scheduled]) -> Iterator[tuple[Scheduled, TierRequest, Offers]]:
         """What a step completes of its requests, full blocks of known tokens; and those of which
         blocks are offered again. In most steps of an answer it is neither."""
-        tier, requests = self._tier, self._tier.requests
+        tier = self._tier
         for run in runs:
             tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
             if run.is_new and not self._promote:
-                tier_request.offered = run.before // requests.engine.block_tokens
+                tier_request.offered = run.before // tier.requests.engine.block_tokens
             is_more = run.complete > tier_request.offered
             if (is_more or tier_request.refused) and self._may_store(tier_request):
-                offers = new_offers(requests, tier_request, run) if is_more else NO_OFFERS
-                yield run, tier_request, offers
+                more = new_offers(tier.requests, tier_request, run) if is_more else NO_OFFERS
+                yield run, tier_request, more
 
     def _misses(self, keys: Sequence[bytes]) -> Iterator[bool]:
         """Whether the tier misses each of these; nothing is asked for no keys."""
         return iter(self._tier.open.manager.touch_and_list_missing(keys) if keys else ())
 
-    def _offer(
-        self,
-        scheduled: Scheduled,
-        tier_request: TierRequest,
-        offers: Offers,
-        misses: Iterator[bool],
-    ) -> StoreJob | None:
-        """Store what the tier misses of these, the next in `misses`, or of those before them."""
-        items = self._offer_again(tier_request, scheduled) if tier_request.refused else {}
-        return self._begin(tier_request, items | self._offer_new(tier_request, offers, misses))
-
     def _offer_new(
         self, tier_request: TierRequest, offers: Offers, misses: Iterator[bool]
     ) -> dict[int, StoreItem]:
-        """Offer blocks for the first time. Those that find no room wait for a later step."""
+        """Offer blocks for the first time; of each the next in `misses` is whether the tier has it.
+        Those that find no room wait for a later step."""
         if not offers.keys:
             return {}
         missed = [*islice(misses, len(offers.keys))]
@@ -246,13 +239,12 @@ class TierStores:
             items = self._offer_new(tier_request, offers, self._misses(offers.keys))
             self._tier.count(**Counter(tier_request.refused.values()))  # there is no later step
             tier_request.order.finished = True
-            if (job := self._begin(tier_request, items)) is not None:
-                yield job
+            yield from self._begin(tier_request, items)
             self._touch_prefix(tier_request)
 
-    def _begin(self, tier_request: TierRequest, items: dict[int, StoreItem]) -> StoreJob | None:
+    def _begin(self, tier_request: TierRequest, items: dict[int, StoreItem]) -> list[StoreJob]:
         if not items:
-            return None
+            return []
         tier_request.order.in_flight += 1
         self._tier.count(store_taken=len(items))
         # Split in batches, the first block is stored, and evicted, first.
@@ -266,7 +258,7 @@ class TierStores:
         job = StoreJob(self._jobs.next_id(), list(items.values()), tag, adapter, part)
         tenant = tenant_of(request_state.request)
         self._jobs.begin(PendingStore(job, tier_request, tenant, list(items), at_once))
-        return job
+        return [job]
 
     # -- what stores in flight hold ----------------------------------------------------------
 
