@@ -81,7 +81,7 @@ def run(part: Part, left: float = SECONDS) -> dict[str, Any]:
     if part.missing:
         return {"passed": None, "exit": None, "seconds": 0.0, "output": part.missing}
     if left <= 0:
-        return {"passed": None, "exit": None, "seconds": 0.0, "output": "no time was left for it"}
+        return {"passed": False, "exit": None, "seconds": 0.0, "output": "no time was left for it"}
     began = time.monotonic()
     said, code = in_time(part.command, min(part.seconds, left))
     return {

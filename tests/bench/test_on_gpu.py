@@ -64,7 +64,7 @@ def test_a_part_has_no_more_than_what_is_left() -> None:
     assert (result["exit"], result["passed"]) == (None, False)
     assert result["seconds"] < 400
     result = on_gpu.run(part("later", "1"), left=-1.0)
-    assert (result["output"], result["passed"]) == ("no time was left for it", None)
+    assert (result["output"], result["passed"]) == ("no time was left for it", False)
 
 
 def test_what_a_part_began_ends_with_it(tmp_path: Path) -> None:
