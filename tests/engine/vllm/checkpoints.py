@@ -153,3 +153,33 @@ def write_llama_4(folder: Path) -> Path:
     torch.manual_seed(0)
     Llama4ForConditionalGeneration(config).save_pretrained(folder)
     return folder
+
+
+def write_drafter(folder: Path, config: dict[str, Any]) -> Path:
+    """Write an EAGLE head of random weights, of one layer, for a Llama; its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    values = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (queries, hidden),
+        "layers.0.self_attn.k_proj": (values, hidden),
+        "layers.0.self_attn.v_proj": (values, hidden),
+        "layers.0.self_attn.o_proj": (hidden, queries),
+        "layers.0.mlp.gate_proj": (wide, hidden),
+        "layers.0.mlp.up_proj": (wide, hidden),
+        "layers.0.mlp.down_proj": (hidden, wide),
+    }
+    made = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=made) * INITIALIZER_RANGE
+        for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return folder

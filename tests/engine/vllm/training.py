@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,26 @@ class Async:
         return call
 
     def generate(self, prompts: Sequence[Any], sampling: Sequence[Any], **_: Any) -> list[Any]:
-        """As LLM's: the outputs of requests that run at once."""
+        """As LLM's: the outputs of requests that run at once. A list of prompts is one request,
+        whose next part comes when the one before is answered."""
 
         async def one(prompt: Any, params: Any) -> Any:
             self._count += 1
-            async for output in self._engine.generate(prompt, params, str(self._count)):
+            answered: asyncio.Queue[None] = asyncio.Queue()
+            is_list = isinstance(prompt, list)
+            asked = parts(prompt, params, answered) if is_list else prompt
+            async for output in self._engine.generate(asked, params, str(self._count)):
                 last = output
+                if len(output.outputs[0].token_ids) % params.max_tokens == 0:
+                    answered.put_nowait(None)
             return last
+
+        async def parts(prompts: list[Any], params: Any, answered: Any) -> AsyncIterator[Any]:
+            from vllm.engine.protocol import StreamingInput
+
+            for prompt in prompts:
+                yield StreamingInput(prompt=prompt, sampling_params=params)
+                await answered.get()
 
         async def everything() -> list[Any]:
             return await asyncio.gather(*map(one, prompts, sampling))

@@ -65,6 +65,8 @@ class Request(TypedDict, total=False):
     """Its cache salt."""
     embeddings: str
     """The model's weights, whose embeddings of the tokens are sent instead of the tokens."""
+    more: list[list[int]]
+    """What an AsyncLLM is sent after its answer, in parts: each is answered."""
 
 
 def main() -> None:
@@ -249,6 +251,8 @@ def prompt(tokens: list[int], max_tokens: int, more: Request | None = None) -> A
         asked["cache_salt"] = more["salt"]
     if "uuid" in more:
         asked["multi_modal_uuids"] = {"image": [more["uuid"]]}
+    if "more" in more:
+        return [asked, *(TokensPrompt(prompt_token_ids=part) for part in more["more"])]
     return asked
 
 

@@ -1,0 +1,65 @@
+"""A real engine whose requests have more than a prompt and its answer: a drafter's KV beside the
+model's own, or prompts that go on after an answer. No answer changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.vllm.checkpoints import write_drafter
+from tests.engine.vllm.tiny_vllm import LLAMA, Batch, Run, documents
+from tests.engine.vllm.vllm_chains import COMPLETE, IN_PROCESS, ONE_BY_ONE
+
+pytestmark = pytest.mark.vllm
+
+
+def small_chain(folder: Path) -> list[dict[str, Any]]:
+    """Host memory has 16 blocks of these models at most, the disk all."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(folder / "disk")}
+    return [{"type": "cpu", "capacity": "1MiB"}, disk]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_drafter_has_kv_of_its_own(
+    run_vllm: Callable[..., Run],
+    answers: list[list[list[int]]],
+    tiny_llama: Path,
+    tmp_path: Path,
+    method: str,
+) -> None:
+    """With two steps in flight. Of a prefix vLLM computes the last block anew for EAGLE. The model
+    as its own drafter guesses all as long as no KV of the drafter is wrong."""
+    is_own = method == "draft_model"
+    drafter = tiny_llama if is_own else write_drafter(tmp_path / "drafter", LLAMA)
+    guesses = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    few = {"max_num_batched_tokens": 96, "steps_in_flight": 2, **IN_PROCESS}
+    run = run_vllm(ONE_BY_ONE * 2, small_chain(tmp_path), speculative_config=guesses, **few)
+    assert run.tokens == answers * 2
+    assert sum(run.loaded().values()) == COMPLETE - 4 * 32 * (not is_own)
+    assert run.drafts > 0 and (run.drafts_accepted == run.drafts or not is_own)
+
+
+def test_a_prompt_goes_on_after_an_answer(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+    """Of each answer vLLM drops the last token, which ends a block here, and the prompt goes on in
+    its place. Others ask for what was dropped, and for what came instead."""
+    first, *parts, end = (document[:63] for document in documents(5, 63))
+    talk, others = first[1:], [(document, 40) for document in documents(2, 300, seed=1)]
+    session = (talk, 2, {"more": parts, "sampling": {"allowed_token_ids": [11]}})
+    asked: list[Batch] = []
+    for part in parts:
+        asked.append([([*talk, 11, 11, *end], 8)])
+        talk = [*talk, 11, *part]
+    asked.append([(talk + end, 8)])
+    few: dict[str, Any] = {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 60}
+    plain = run_vllm(asked, **few, **IN_PROCESS)
+    batches = [[session, *others], *asked]
+    forget: list[Any] = [("reset_prefix_cache", {})]
+    told = dict.fromkeys(range(1, len(batches)), forget)
+    options = {"is_async": True, "steps_in_flight": 2, "on_reset": "keep", "told": told, **few}
+    run = run_vllm(batches, small_chain(tmp_path), load_policy="stitched", **options)
+    assert run.tokens[1:] == plain.tokens
+    assert run.cached[1:] == [[32], [96], [160], [224]], "whole blocks of what stayed"
+    assert sum(run.loaded().values()) > 0
