@@ -39,7 +39,8 @@ was that of an engine without kvtiers. The models are tiny, of random weights th
 depend on all of a prompt. `refused`: kvtiers refuses it at start, for the reason [below](#refused).
 `vLLM refuses`: this vLLM does not start it on the CPU by itself. `not run` is no claim. Latent
 attention on the CPU needs a processor with AMX: on others vLLM does not look at what a connector
-has loaded.
+has loaded. On the CPU vLLM 0.32 computes a request without an adapter as one that has the last
+adapter, where a batch has both, and keeps that KV for others, as kvtiers does; so do not mix them.
 
 `make compatibility` fills the table of the installed version, and `make compatibility VLLM=FILE`
 that of another: FILE is a CPU wheel, or a source archive, whose Python then runs over the installed
