@@ -218,7 +218,7 @@ def test_engines_start_as_the_gpu_has_room(runs: Callable[[Behaves], Runs]) -> N
 
 @pytest.mark.parametrize("plan", [FULL, SMOKE])
 def test_what_stands_beside_fits_a_host(plan: Plan, runs: Callable[[Behaves], Runs]) -> None:
-    """Tiers in memory are pinned, on the machine that was lent of 128 GiB; a disk has 64."""
+    """Tiers in memory are pinned, on a machine of 128 GiB, whose disk has 64."""
     made = runs(right)
     made.plan = plan
     memory = disk = 0
