@@ -68,10 +68,8 @@ def new_offers(requests: RequestTable, tier_request: TierRequest, scheduled: Sch
 def _complete(requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled) -> Offers:
     request_state, before, last = scheduled.request_state, scheduled.before, scheduled.complete
     first = tier_request.offered
-    if last <= first:  # most steps of an answer complete no block
-        return NO_OFFERS
-    keys = requests.keys(request_state)
-    if not request_state.shared:
+    keys = requests.keys(request_state) if last > first else ()
+    if not keys or not request_state.shared:
         return NO_OFFERS
     tier_request.offered = last
     if requests.groups.is_plain:
@@ -174,10 +172,9 @@ class TierStores:
             tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
             if run.is_new and not self._promote:
                 tier_request.offered = run.before // tier.requests.engine.block_tokens
-            is_more = run.complete > tier_request.offered
-            if (is_more or tier_request.refused) and self._may_store(tier_request):
-                more = new_offers(tier.requests, tier_request, run) if is_more else NO_OFFERS
-                yield run, tier_request, more
+            is_due = run.complete > tier_request.offered or tier_request.refused
+            if is_due and self._may_store(tier_request):
+                yield run, tier_request, new_offers(tier.requests, tier_request, run)
 
     def _misses(self, keys: Sequence[bytes]) -> Iterator[bool]:
         """Whether the tier misses each of these; nothing is asked for no keys."""
