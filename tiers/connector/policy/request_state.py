@@ -346,7 +346,7 @@ class RequestTable:
             is_resumed = request_id in cached.resumed_req_ids
             if is_resumed or not request_state.tables:
                 request_state.has(() for _ in added or self.engine.kv_groups)
-            if added is not None:
+            if added:
                 for table, more in zip(request_state.tables, added, strict=True):
                     table += more
             after = before + output.num_scheduled_tokens.get(request_id, 0)
