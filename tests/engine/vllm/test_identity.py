@@ -79,7 +79,8 @@ def test_an_engine_serves_while_its_weights_are_identified(
         run = run_vllm(
             [*PROMPTS * 2, *PROMPTS * 4],
             [disk(tmp_path / "disk")],
-            before={str(len(PROMPTS) * 2): ["end", process]},
+            # It looks on another thread, and goes on to serve.
+            before={str(len(PROMPTS) * 2): ["end", process], str(len(PROMPTS) * 3): ["pause", 3]},
             env=env,
             enable_prefix_caching=False,
         )
