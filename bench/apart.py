@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from bench import engine_models
 from bench.e2e import BLOCK_TOKENS
 from bench.report import machine
 from bench.serve import SOON, Engine
+from tests.support.servers import free_port
 
 SAID, ANSWER = 200, 16
 """Tokens that a user says in a turn, and those of the answer."""
@@ -72,15 +72,12 @@ def engine(
     more_environment: Mapping[str, str],
 ) -> Iterator[Engine]:
     """An engine with paged KV for so many requests, on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         "UCX_TLS": "tcp,self",
         "UCX_NET_DEVICES": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         **more_environment,
     }

@@ -52,7 +52,7 @@ PART_BYTES = 16 << 20
 next are copied. With a quarter of it stores were a fourth faster, and an engine's thread lost twice
 as much by them: each message has threads here ask for the interpreter's lock."""
 ANSWER_BYTES = 1 << 14
-"""Of an answer, at most times: it is read by one call, after which the lock is asked for."""
+"""Most answers have fewer, and are read by one call: after each, a thread asks for the lock."""
 OPEN_SECONDS = 30.0
 """After so long one line says that a process has yet to open its store."""
 CLOSE_SECONDS = 20.0
@@ -242,9 +242,8 @@ class _Process:
         gone = [*map(self._hand_over, parts, starts, is_last)]
         is_put = [not why for part, why in zip(parts, gone, strict=True) for _ in part]
         held = iter(each("put", self._hear()["held"], sum(is_put)))
-        for why in gone:
-            if why and not any(is_put):
-                raise why
+        if gone[0] is not None and not any(is_put):
+            raise gone[0]
         return [was_put and next(held) for was_put in is_put]
 
     def _hand_over(self, blocks: Sequence[Block], first: int, is_last: bool) -> RecordError | None:

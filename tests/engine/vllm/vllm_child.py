@@ -34,6 +34,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -44,6 +45,7 @@ from tests.engine.vllm import live_changes, training
 from tests.support import damage
 from tiers.control.ask_engines import NoAnswer, ask
 
+KERNELS = "register_triton_kernel_overrides"
 SLOW_START = 180.0
 """Seconds after which an engine that has not started says where it is, before its test gives up."""
 
@@ -77,9 +79,8 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():  # elsewhere a device could be opened, which no fork may share
-        import vllm.model_executor.layers.quantization.online.base
         import vllm.model_executor.models.llama
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.worker.cpu_worker
         from vllm import LLM  # noqa: F401
         from vllm.model_executor.models import registry
 
@@ -88,9 +89,13 @@ def main() -> None:
 
         # Else a new model is looked at in a process that imports vLLM anew.
         registry._run_in_subprocess = lambda look: look()
-        # Else each engine goes through what all modules have.
-        current_platform.register_triton_kernel_overrides()
-        current_platform.register_triton_kernel_overrides = lambda: None
+        with suppress(ImportError):  # not all versions have it
+            import vllm.model_executor.layers.quantization.online.base  # noqa: F401
+        # Else each engine goes through what all modules have. A platform answers None for a name
+        # that its version lacks.
+        if (register := getattr(current_platform, KERNELS, None)) is not None:
+            register()
+            setattr(current_platform, KERNELS, lambda: None)
     # Else an engine, which collects garbage several times, looks at all that each time.
     gc.freeze()
     gc.unfreeze = lambda: None

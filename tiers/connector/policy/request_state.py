@@ -93,7 +93,7 @@ class RequestState:
     tiers: dict[object, Any] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
 
-    def has(self, tables: Iterable[Iterable[int]]) -> None:
+    def given(self, tables: Iterable[Iterable[int]]) -> None:
         """The engine has given it these blocks, and no others."""
         self.tables, self.complete = tuple(list(table) for table in tables), 0
 
@@ -316,7 +316,7 @@ class RequestTable:
     def allocated(self, request: Request, blocks: Blocks) -> RequestState:
         """Take in the blocks that the engine has given a request."""
         request_state = self.of(request)
-        request_state.has(blocks.get_block_ids())
+        request_state.given(blocks.get_block_ids())
         request_state.computed = 0
         # One tier may load into these blocks while another still reads what they held.
         self._allocated.update(*request_state.tables)
@@ -332,7 +332,7 @@ class RequestTable:
         for new in output.scheduled_new_reqs:
             request_state = self._states.get(new.req_id)
             if request_state is not None:
-                request_state.has(new.block_ids)
+                request_state.given(new.block_ids)
                 after = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
                 left = states.get(new.req_id, ())
                 self._runs(request_state, new.num_computed_tokens, after, left, is_new=True)
@@ -345,7 +345,7 @@ class RequestTable:
                 continue
             is_resumed = request_id in cached.resumed_req_ids
             if is_resumed or not request_state.tables:
-                request_state.has(() for _ in added or self.engine.kv_groups)
+                request_state.given(() for _ in added or self.engine.kv_groups)
             if added:
                 for table, more in zip(request_state.tables, added, strict=True):
                     table += more
@@ -412,7 +412,7 @@ class RequestTable:
         if request_state.scope == "prompt":
             after = min(after, request_state.request.num_prompt_tokens)
         full = after // self.engine.block_tokens
-        if full != request_state.complete:  # of most steps of an answer it is
+        if full != request_state.complete:  # else nothing is new, as in most steps of an answer
             in_tables = self.groups.blocks_in(request_state.tables)
             full = request_state.complete = min(full, self._full(request_state), in_tables)
         return full
@@ -429,7 +429,7 @@ class RequestTable:
         of what is computed holds, too.
         """
         request = request_state.request
-        request_state.has(tables)
+        request_state.given(tables)
         if not any(tables):
             return Scheduled(request_state, 0, 0, 0)  # it was preempted
         computed = min(request_state.computed, request.num_computed_tokens, request.num_tokens - 1)

@@ -68,8 +68,10 @@ def new_offers(requests: RequestTable, tier_request: TierRequest, scheduled: Sch
 def _complete(requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled) -> Offers:
     request_state, before, last = scheduled.request_state, scheduled.before, scheduled.complete
     first = tier_request.offered
-    keys = requests.keys(request_state) if last > first else ()
-    if not keys or not request_state.shared:
+    if last <= first:
+        return NO_OFFERS
+    keys = requests.keys(request_state)
+    if not request_state.shared:
         return NO_OFFERS
     tier_request.offered = last
     if requests.groups.is_plain:
