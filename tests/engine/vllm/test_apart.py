@@ -107,6 +107,18 @@ def full(tokens: int) -> int:
     return (tokens - 1) // BLOCK_TOKENS
 
 
+def wait_until_nothing_is_kept(pair: Apart) -> None:
+    """An engine sees in its steps that the other has pulled, or that a lease is over, of 30
+    seconds: so long it keeps what a node that died has not pulled."""
+
+    def kept() -> list[float]:
+        for node in pair.nodes:
+            node.ask([3], 1, {})
+        return [node.measured(USAGE)["total"][USAGE] for node in pair.nodes]
+
+    wait_for(lambda: kept() == [0, 0], seconds=120)
+
+
 def is_as_of_one_engine(run_vllm: Callable[..., Run], turns: Turns) -> bool:
     prompts = [[(prompt, ANSWER)] for prompt, _ in turns]
     run = run_vllm(prompts, num_gpu_blocks_override=64, **IN_PROCESS)
@@ -125,7 +137,7 @@ def test_what_one_node_computes_the_other_finds_in_the_next_turn(
     turns = conversations(pair, 4)
     assert is_as_of_one_engine(run_vllm, turns)
 
-    prefill, decode = (node.measured(HITS, EXTERNAL, USAGE) for node in pair.nodes)
+    prefill, decode = (node.measured(HITS, EXTERNAL) for node in pair.nodes)
     ends = [*accumulate([TURN] * 4)]
     found = prefill["total"][HITS] + prefill["total"][EXTERNAL]
     assert found == 2 * BLOCK_TOKENS * sum(map(full, ends[:-1])), "answers, too"
@@ -136,8 +148,7 @@ def test_what_one_node_computes_the_other_finds_in_the_next_turn(
     assert decode["tiers"]["ours/redis"]["loaded_tokens"] == 0
     pulled = decode["total"][HITS] + decode["total"][EXTERNAL]
     assert pulled == sum(len(prompt) for prompt, _ in turns), "all of each prompt"
-    # What NIXL kept for the other node is free again.
-    assert [node["total"][USAGE] for node in (prefill, decode)] == [0, 0]
+    wait_until_nothing_is_kept(pair)
 
 
 @pytest.mark.fault
@@ -211,13 +222,7 @@ def test_each_side_and_the_server_are_killed_and_started_and_no_other_request_fa
     turns.append(asked(pair, spoken_by(turns[1]), 30))
     assert is_as_of_one_engine(run_vllm, turns)
 
-    def kept() -> list[float]:
-        for node in pair.nodes:
-            node.ask([3], 1, {})  # in its steps NIXL sees that a lease is over
-        return [node.measured(USAGE)["total"][USAGE] for node in pair.nodes]
-
-    # What a node that died has not pulled is kept for as long as its lease, of 30 seconds.
-    wait_for(lambda: kept() == [0, 0], seconds=120)
+    wait_until_nothing_is_kept(pair)
 
 
 def test_behind_kv_of_other_weights_nothing_is_stored(
