@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from tiers.block import digest
@@ -378,7 +379,13 @@ class Capable:
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """This store as one that has a capability, or None."""
-        return self if isinstance(self, kind) else None
+        has = _has(type(self), kind)  # type: ignore[arg-type]
+        return cast(Capability, self) if has else None
+
+
+@cache  # a protocol's own answer is slow, and the engine's thread asks with each look-up
+def _has(store: type, kind: type) -> bool:
+    return issubclass(store, kind)
 
 
 class StoreWrapper(Capable):

@@ -108,7 +108,7 @@ class DiskStore(Capable):
         """As of other stores; a LocalIndex once its table is made. Until then lookups are made in
         the background: in the index one of 8,192 blocks among 50 million takes 60 ms, more where
         the kernel has to read pages of it."""
-        if kind is LocalIndex:
+        if kind is LocalIndex and not self._folder.fingerprints.was_made:
             with self._folder.in_use() as folder:
                 if not folder.fingerprints.is_ready():
                     return None

@@ -488,8 +488,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def _stored(self, job: RowJob, arrived: list[OffloadKey]) -> None:
         if job.tag == self._generation.tag:
-            for name in job.arrived:
-                self._manager.complete_store(name, 0, True, None)
+            self._manager.stored(list(job.arrived))
             self._note(arrived, removed=False)
         elif job.tag:  # blocks without one stay: other engines may use them
             self._manager.drop(list(job.arrived), job.tag)

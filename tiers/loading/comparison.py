@@ -144,7 +144,9 @@ class Comparison:
             passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
             seconds = best.load + (whole - tokens) * (each or 0.0)
             found = best._replace(passed=passed, seconds=seconds)
-        if best.plan is None or (best.plan.parts and self._is_long(best.plan)):
+        # Where nothing was cut off nothing is held, so that no tier can be probed either.
+        is_none = best.plan is None and cut
+        if is_none or (best.plan and best.plan.parts and self._is_long(best.plan)):
             found = self._probing(propose, wish, found)
         if self.always:
             return found

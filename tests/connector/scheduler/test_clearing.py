@@ -71,7 +71,7 @@ def slow(
 def test_lookups_go_on_while_a_store_drops(slow: tuple[StoreManager, Store, Generation]) -> None:
     manager, store, generation = slow
     generation.renew()
-    manager.complete_store(generation.key(b"a"), 0, True, None)
+    manager.stored([generation.key(b"a")])
     over = generation.tag
     manager.reset()
     generation.renew()
@@ -108,8 +108,7 @@ def test_keys_of_a_generation_are_dropped_in_steps(monkeypatch: pytest.MonkeyPat
     store.may_drop.set()
     clearing = Clearing(store, [b"space", b"other"])
     for tag in (b"", b"generation"):
-        for number in range(100):
-            clearing.stored(number.to_bytes(2, "big") + tag, tag)
+        clearing.stored([number.to_bytes(2, "big") + tag for number in range(100)], tag)
     clearing.clear(b"")
     clearing.close(b"generation")
     dropped = {key for step in store.drops for key in step}

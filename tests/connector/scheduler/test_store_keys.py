@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.lookups import IndexedNames
+from tests.support.lookups import IndexedNames, look_up
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 
@@ -25,4 +26,16 @@ def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, False, True]
     clock.now += StoreManager.RECENT_SECONDS
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, True, True]
+    manager.close()
+
+
+def test_what_a_lookup_misses_is_not_looked_up_again_when_the_step_stores_it(clock: Clock) -> None:
+    store = IndexedNames()
+    manager = StoreManager(store, [b""], Generation(), clock)
+    store.names.add(b"a")
+    assert look_up(manager, [b"a", b"b"], Lookup()) == 1
+    assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [False, True, True]
+    assert store.asked == 4
+    store.names.add(b"b")
+    assert manager.touch_and_list_missing([b"b", b"c"]) == [False, True], "in a later step it is"
     manager.close()

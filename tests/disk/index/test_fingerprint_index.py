@@ -344,6 +344,28 @@ def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(pieces) == 1
 
 
+def test_a_lookup_reads_the_log_where_somebody_has_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    original = Index.changes
+
+    def changes(index: Index, row: int, limit: int) -> tuple[list[array[int]] | None, int]:
+        read.append(row)
+        return original(index, row, limit)
+
+    with opened(tmp_path) as store, opened(tmp_path) as other:
+        settled(store)
+        monkeypatch.setattr(Index, "changes", changes)
+        for writer, number in ((store, 1), (other, 2)):
+            put(writer, keys(number))
+            assert store.peek(keys(number)) == [True]
+            before = len(read)
+            assert store.peek(keys(number, 3)) == [True, False]
+            assert len(read) == before > 0
+            read.clear()
+
+
 def test_closing_is_not_forgotten_while_a_table_catches_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
@@ -351,13 +373,14 @@ def test_closing_is_not_forgotten_while_a_table_catches_up(
     fingerprints = folder_of(store).fingerprints
     follows: list[threading.Thread] = []
 
-    def endless(index: Index, row: int, limit: int) -> list[array[int]]:
+    def endless(index: Index, row: int, limit: int) -> tuple[list[array[int]], int]:
         follows.append(threading.Thread(target=fingerprints.stop))
         if len(follows) == 3:  # of which the first two are lookups
             follows[-1].start()
             follows[-1].join(0.05)
-        return [array("q")] * (limit if len(follows) < 200 else 0)
+        return [array("q")] * (limit if len(follows) < 200 else 0), 0
 
+    put(store, EVERY[:1])
     monkeypatch.setattr(Index, "changes", endless)
     store.peek(EVERY)
     later.run()

@@ -313,7 +313,7 @@ class Chooser:
             looking = found.looking and question.waits
             if alone.tokens is None or (looking and alone.tokens < question.loadable):
                 return PENDING
-            if alone.tokens > tokens:
+            if alone.tokens > tokens or not tokens:
                 return alone
         plan = self._stitched(found, tokens)
 
@@ -324,7 +324,7 @@ class Chooser:
 
         if len(loaders) > 1:
             plan = self._comparison.shared(coverage, plan, share)
-        return plan.choice if tokens else NO_LOAD
+        return plan.choice
 
     def _piecewise(self, question: _Question) -> Choice:
         """Each child in turn has what is behind the prefix so far, if it can; or one that can't

@@ -45,10 +45,10 @@ class Clearing:
         self._is_closing = threading.Event()
         self._thread = io_executor(1, "clear")
 
-    def stored(self, key: bytes, generation: bytes) -> None:
-        """Note a block that is dropped with its generation."""
+    def stored(self, keys: Iterable[bytes], generation: bytes) -> None:
+        """Note blocks that are dropped with their generation."""
         if generation and capability(self._store, Clear) is None:
-            self._stored.append(key)
+            self._stored.extend(keys)
 
     def drop(self, keys: Iterable[bytes], generation: bytes) -> None:
         """Drop these blocks of a generation, together with others that wait: a tenant at its quota

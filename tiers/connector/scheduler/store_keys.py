@@ -155,7 +155,7 @@ class VisibilityCheck:
     """
 
     STORED = 4096
-    """Blocks remembered."""
+    """Blocks remembered, and those of a job."""
     MISSED = 32
     """Lookups of stored blocks that, all in vain, are no accident."""
 
@@ -165,10 +165,10 @@ class VisibilityCheck:
         self._missed = 0
         self._lock = threading.Lock()  # without it two lookups at once could both log it
 
-    def stored(self, key: bytes) -> None:
-        """The workers have stored a block."""
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """The workers have stored blocks."""
         if self._stored is not None and len(self._stored) < self.STORED:
-            self._stored[key] = None
+            self._stored.update(dict.fromkeys(keys))
 
     def lost(self, key: bytes) -> None:
         """A block is known to be gone."""

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds between two looks."""
+MISSED = 1024
+"""Blocks that lookups have missed since a step stored, which need not be looked up again then: the
+first blocks of such prompts cost the engine's thread most."""
 UNCOUNTED = Usage(0, 0, 0)
 """Of a store that does not count: a capacity beside it would show a tier that is always empty."""
 PART = 0.01
@@ -141,6 +144,7 @@ class StoreManager(TierManager):
         self._clock = clock
         self._changes = Changes()
         self._recent = RecentDict[bytes, None](self.RECENT, self.RECENT_SECONDS, clock)
+        self._absent: dict[bytes, None] = {}
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
         self._in_order, self._in_rows = in_order, in_rows
@@ -203,6 +207,8 @@ class StoreManager(TierManager):
                     held = self._parts.peek(index, some)
                     self.pace.took()
                     self._note_asked(some, held)
+                    if len(some) + len(self._absent) <= MISSED:
+                        self._absent.update(dict.fromkeys(compress(some, map(not_, held))))
                     lookup.add(held)
                 if count < len(unknown):
                     return None
@@ -302,13 +308,13 @@ class StoreManager(TierManager):
     def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
         """What is not known to be held; the store itself skips what it turns out to have."""
         held = self._recent.known(keys)
+        absent, self._absent = self._absent, {}
         index = self._index
-        if index is not None and not all(held):
-            unknown = [*compress(keys, map(not_, held))]
-            peeked = self._parts.peek(index, unknown)
-            self._recent.update(dict.fromkeys(compress(unknown, peeked)))
-            of_unknown = iter(peeked)
-            held = [has or next(of_unknown) for has in held]
+        unknown = [key for key in compress(keys, map(not_, held)) if key not in absent]
+        if index is not None and unknown:
+            found = {*compress(unknown, self._parts.peek(index, unknown))}
+            self._recent.update(dict.fromkeys(found))
+            held = [has or key in found for key, has in zip(keys, held, strict=True)]
         used = [*compress(keys, held)]
         self._uses.note(used, at_once=index is not None)
         return [*map(not_, held)]
@@ -336,12 +342,14 @@ class StoreManager(TierManager):
         self._uses.renew_pins(blocks, max_blocks)
 
     def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
-        if stored:
-            self._changes.note(key, held=True)
-            self._recent.update({key: None})
-            self._clearing.stored(key, self._generation.tag)
-            self._unfound.stored(key)
         return stored
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._changes.note(key, held=True)
+        self._recent.update(dict.fromkeys(keys))
+        self._clearing.stored(keys, self._generation.tag)
+        self._unfound.stored(keys)
 
     def touch_prefix(self, keys: Sequence[bytes]) -> None:
         """Touch them all: a store takes what came with the last step to be used last."""

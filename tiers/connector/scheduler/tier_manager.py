@@ -70,6 +70,9 @@ class TierManager:
         """
         return False
 
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """A job that ended has stored these blocks, each of them said by `complete_store`."""
+
     def touch_prefix(self, keys: Sequence[bytes]) -> None:
         """A prefix was stored in several steps: have its first block evicted last."""
 

@@ -331,6 +331,7 @@ class TierStores:
             self.slots_pinned -= 1
             if item.source is not None and self._reading.get(item.source) == job.job_id:
                 del self._reading[item.source]
+        manager.stored(kept)
         tier.kv_events.announce_stored(tier_request.request_state)
         self._hints.stored(tier_request, numbers)
         beyond = tier.tenants.kept(store.tenant, kept, tier.open.block_bytes)

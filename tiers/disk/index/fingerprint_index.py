@@ -175,8 +175,11 @@ class FingerprintIndex:
         self._submit: Callable[[Callable[[], None]], object] = self._thread.submit
         self._table: FingerprintTable | None = None
         self._row = 0
+        self._followed = -1
+        """The commit up to which the table has followed the log."""
         self._lost = False
-        self._was_made = False
+        self.was_made = False
+        """Whether there ever was a table."""
         self._renewing = False
         # Held while the table is read or follows the log: otherwise a lookup could see half of a
         # change, or a row could be applied twice. Not held while a table is made.
@@ -188,7 +191,7 @@ class FingerprintIndex:
         if self._table is None and not self._renewing:
             few = self._index.usage().blocks <= _KEY_BATCH
             self._begin_renewing((lambda make: make()) if few else self._submit)
-        return self._was_made
+        return self.was_made
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether its block is live."""
@@ -227,14 +230,19 @@ class FingerprintIndex:
         """Apply the next rows of the log; return whether there is a table and those were all."""
         if self._table is None:
             return False
-        rows = self._index.changes(self._row, _ROW_BATCH + 1)
+        if self._index.commits() == self._followed:  # and no other thread has Python's lock
+            return True
+        rows, commit = self._index.changes(self._row, _ROW_BATCH + 1)
         self._lost = rows is None
         if rows is None:
             return False
         for changes in rows[:_ROW_BATCH]:
             self._table.apply(changes)
             self._row += 1
-        return len(rows) <= _ROW_BATCH
+        if len(rows) > _ROW_BATCH:
+            return False
+        self._followed = commit
+        return True
 
     def _needs_another(self) -> bool:
         return self._table is None or self._lost or self._table.is_crowded
@@ -246,7 +254,8 @@ class FingerprintIndex:
                 if self._needs_another() and (made := self._make()) is not None:
                     with self._lock:
                         (self._table, self._row), self._lost = made, False
-                        self._was_made = True
+                        self._followed = -1
+                        self.was_made = True
                 with self._lock:
                     self._renewing = self._renewing and not self._follow()
                 if self._renewing:

@@ -99,6 +99,7 @@ BRIEF_WAIT_S = 0.5
 
 _POLL_S = 0.001
 _NO_LOCK = nullcontext()
+_REFUSES = "an error of the device; the index is opened anew soon"
 
 _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
@@ -235,7 +236,7 @@ class Index:
         others keep it waiting, see `wait`."""
         with self._lock:
             if self._refuses:
-                raise lmdb.PanicError("an error of the device; the index is opened anew soon")
+                raise lmdb.PanicError(_REFUSES)
             self._in_flight += 1
         try:
             with (
@@ -356,13 +357,19 @@ class Index:
             raise lmdb.CorruptedError("a key of another length in the index")
         return Piece(last, changes, keys)
 
-    def changes(self, after: int, limit: int) -> list[array[int]] | None:
+    def changes(self, after: int, limit: int) -> tuple[list[array[int]] | None, int]:
         """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
-        their changes. None if the log no longer reaches row `after`."""
+        their changes. None if the log no longer reaches row `after`. And the last commit read."""
         with self.begin("changes") as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
-            return _changes(log, last, after, limit)
+            return _changes(log, last, after, limit), txn.id()
+
+    def commits(self) -> int:
+        """The number of the last commit, of any process; a transaction may not see it yet."""
+        if self._refuses:
+            raise lmdb.PanicError(_REFUSES)
+        return int(self._env.info()["last_txnid"])
 
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots."""
