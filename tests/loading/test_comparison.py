@@ -292,6 +292,18 @@ def test_however_often_a_tier_is_probed_a_probe_has_a_length() -> None:
     assert made.choose().probed == 0
 
 
+def test_where_nothing_is_held_no_tier_is_probed() -> None:
+    asked: list[tuple[Collection[int], int | None]] = []
+
+    def propose(but: Collection[int], most: int | None) -> None:
+        asked.append((but, most))
+
+    for world in (World((0.01, 1e6), (0.01, 1e6)), World((0.01, 1e6), always=True)):
+        asked.clear()
+        assert world.comparison.choose(propose, Wish(PROMPT, 1e9, 0)).plan is None
+        assert asked == [({}, None)], "once"
+
+
 def test_requests_keep_away_from_a_tier_that_hangs() -> None:
     made = world(FAST)
     made.run_many(20)

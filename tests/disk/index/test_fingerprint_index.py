@@ -366,6 +366,24 @@ def test_a_lookup_reads_the_log_where_somebody_has_committed(
             read.clear()
 
 
+def test_a_commit_that_the_reading_did_not_see_yet_is_read_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB tells of a commit a moment before it lets transactions see it."""
+    original = Index.changes
+
+    def too_early(index: Index, row: int, limit: int) -> tuple[list[array[int]], int]:
+        monkeypatch.undo()
+        _, commit = original(index, row, limit)
+        return [], commit - 1
+
+    with opened(tmp_path) as store:
+        settled(store)
+        put(store, keys(1))
+        monkeypatch.setattr(Index, "changes", too_early)
+        assert [store.peek(keys(1)) for _ in range(2)] == [[False], [True]]
+
+
 def test_closing_is_not_forgotten_while_a_table_catches_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
