@@ -179,8 +179,7 @@ class SlotResidency:
             self._queues.append(slot, queue)
 
     def find(self, key: bytes) -> int | None:
-        (slot,) = self._pool.find_all((key,))
-        return slot if slot is not None and self._queues.where[slot] else None
+        return self.find_all([key])[0]
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         where = self._queues.where

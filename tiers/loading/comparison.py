@@ -144,9 +144,8 @@ class Comparison:
             passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
             seconds = best.load + (whole - tokens) * (each or 0.0)
             found = best._replace(passed=passed, seconds=seconds)
-        # Where nothing was cut off nothing is held, so that no tier can be probed either.
-        is_none = best.plan is None and cut
-        if is_none or (best.plan and best.plan.parts and self._is_long(best.plan)):
+        # Without a plan, and none that was cut off, no tier holds anything to probe it with.
+        if cut if best.plan is None else best.plan.parts and self._is_long(best.plan):
             found = self._probing(propose, wish, found)
         if self.always:
             return found

@@ -11,7 +11,7 @@ from spec.chain import LOAD_POLICIES
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy import chooser
-from tiers.connector.policy.choice import Choice, Stitch, stitched
+from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch, stitched
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
@@ -78,7 +78,7 @@ class Chain:
         self.children: list[Any] = [one(self.clock) for one in make]
         requests = RequestTable(EngineInfo({}, BLOCK, BLOCK, num_blocks=0), now=self.clock)
         costs = {i: c.load_cost for i, c in enumerate(self.children) if isinstance(c, Ours)}
-        comparison = Comparison(BLOCK, costs, self.clock, always)
+        comparison = self.comparison = Comparison(BLOCK, costs, self.clock, always)
         comparison.prefill.measured(TOKENS, TOKENS / 1000)
         names = [str(n) for n in range(len(make))]
         waits = LookupLatency(self.clock)
@@ -127,6 +127,16 @@ def test_the_first_that_has_tokens_serves_or_the_one_with_most(
     """One that is still looking is waited for while it could win."""
     choice = Chain(*map(foreign, has), load=load).choose()
     assert (choice.child, choice.tokens) == serves
+
+
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_nothing_is_to_load_of_less_than_a_block(load: str) -> None:
+    """Nor once no tier may load any more. An engine takes no load of nothing beside its steps."""
+    chain = Chain(ours(TOKENS), ours(TOKENS), load=load)
+    assert chain.chooser.choose(chain.state, TOKENS)[:3] == NO_LOAD[:3]
+    chain.comparison.meters = {}
+    chain.chooser.follow(chain.children, ["0", "1"], [])
+    assert chain.chooser.choose(chain.state, TOKENS)[:3] == NO_LOAD[:3]
 
 
 def test_tiers_below_the_one_that_serves_are_not_asked() -> None:

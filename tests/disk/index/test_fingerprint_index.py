@@ -420,6 +420,28 @@ def test_a_crowded_table_is_made_anew(
         assert len(later.tables) == 2 and not later.calls
 
 
+def test_a_table_learns_what_the_one_before_followed_while_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
+) -> None:
+    original = FingerprintIndex._make
+
+    def make(index: FingerprintIndex) -> tuple[FingerprintTable, int] | None:
+        made = original(index)
+        put(store, keys(250))
+        assert store.peek(keys(250)) == [True], "in the table before"
+        return made
+
+    with opened(tmp_path, slots=300) as store:
+        settled(store)
+        monkeypatch.setattr("tiers.disk.index.fingerprint_index._FILL_MAX", 0.7)
+        monkeypatch.setattr(FingerprintIndex, "_make", make)
+        put(store, keys(*range(200)))
+        store.peek(keys(0))
+        later.run()
+        assert len(later.tables) == 2
+        assert store.peek(keys(250)) == [True]
+
+
 def test_no_lookup_waits_for_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over = made_slowly(monkeypatch)
     with opened(tmp_path) as store:

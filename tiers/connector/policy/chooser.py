@@ -313,8 +313,10 @@ class Chooser:
             looking = found.looking and question.waits
             if alone.tokens is None or (looking and alone.tokens < question.loadable):
                 return PENDING
-            if alone.tokens > tokens or not tokens:
+            if alone.tokens > tokens:
                 return alone
+        if not tokens:
+            return NO_LOAD
         plan = self._stitched(found, tokens)
 
         def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> _Plan:

@@ -155,7 +155,7 @@ class VisibilityCheck:
     """
 
     STORED = 4096
-    """Blocks remembered, and those of a job."""
+    """Blocks remembered, and those of one job more."""
     MISSED = 32
     """Lookups of stored blocks that, all in vain, are no accident."""
 

@@ -41,9 +41,8 @@ logger = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds between two looks."""
-MISSED = 1024
-"""Blocks that lookups have missed since a step stored, which need not be looked up again then: the
-first blocks of such prompts cost the engine's thread most."""
+ABSENT = 1024
+"""Blocks that lookups missed and the next step that stores does not look up again, at most."""
 UNCOUNTED = Usage(0, 0, 0)
 """Of a store that does not count: a capacity beside it would show a tier that is always empty."""
 PART = 0.01
@@ -207,7 +206,7 @@ class StoreManager(TierManager):
                     held = self._parts.peek(index, some)
                     self.pace.took()
                     self._note_asked(some, held)
-                    if len(some) + len(self._absent) <= MISSED:
+                    if len(some) + len(self._absent) <= ABSENT:
                         self._absent.update(dict.fromkeys(compress(some, map(not_, held))))
                     lookup.add(held)
                 if count < len(unknown):

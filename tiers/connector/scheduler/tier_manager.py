@@ -71,7 +71,7 @@ class TierManager:
         return False
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """A job that ended has stored these blocks, each of them said by `complete_store`."""
+        """Note that the tier holds these blocks of a job that has ended."""
 
     def touch_prefix(self, keys: Sequence[bytes]) -> None:
         """A prefix was stored in several steps: have its first block evicted last."""

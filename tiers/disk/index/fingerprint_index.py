@@ -176,7 +176,7 @@ class FingerprintIndex:
         self._table: FingerprintTable | None = None
         self._row = 0
         self._followed = -1
-        """The commit up to which the table has followed the log."""
+        """The number of the commit up to which the table has followed the log."""
         self._lost = False
         self.was_made = False
         """Whether there ever was a table."""
@@ -230,7 +230,8 @@ class FingerprintIndex:
         """Apply the next rows of the log; return whether there is a table and those were all."""
         if self._table is None:
             return False
-        if self._index.commits() == self._followed:  # and no other thread has Python's lock
+        # Reading the log gives up Python's lock, which an engine's thread then waits for.
+        if self._index.last_commit() == self._followed:
             return True
         rows, commit = self._index.changes(self._row, _ROW_BATCH + 1)
         self._lost = rows is None
@@ -239,10 +240,9 @@ class FingerprintIndex:
         for changes in rows[:_ROW_BATCH]:
             self._table.apply(changes)
             self._row += 1
-        if len(rows) > _ROW_BATCH:
-            return False
-        self._followed = commit
-        return True
+        is_whole = len(rows) <= _ROW_BATCH
+        self._followed = commit if is_whole else -1
+        return is_whole
 
     def _needs_another(self) -> bool:
         return self._table is None or self._lost or self._table.is_crowded

@@ -99,7 +99,6 @@ BRIEF_WAIT_S = 0.5
 
 _POLL_S = 0.001
 _NO_LOCK = nullcontext()
-_REFUSES = "an error of the device; the index is opened anew soon"
 
 _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
@@ -235,8 +234,7 @@ class Index:
         """A transaction, on `table` unless it names another. Raises lmdb.LockError if it writes and
         others keep it waiting, see `wait`."""
         with self._lock:
-            if self._refuses:
-                raise lmdb.PanicError(_REFUSES)
+            self._require_usable()
             self._in_flight += 1
         try:
             with (
@@ -250,6 +248,10 @@ class Index:
         finally:
             with self._lock:
                 self._in_flight -= 1
+
+    def _require_usable(self) -> None:
+        if self._refuses:
+            raise lmdb.PanicError("an error of the device; the index is opened anew soon")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -365,10 +367,9 @@ class Index:
             last = fields(ROW, log.key())[0] if log.last() else 0
             return _changes(log, last, after, limit), txn.id()
 
-    def commits(self) -> int:
+    def last_commit(self) -> int:
         """The number of the last commit, of any process; a transaction may not see it yet."""
-        if self._refuses:
-            raise lmdb.PanicError(_REFUSES)
+        self._require_usable()
         return int(self._env.info()["last_txnid"])
 
     def usage(self) -> Usage:
