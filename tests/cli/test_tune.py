@@ -288,19 +288,6 @@ def test_an_interrupt_keeps_the_best_so_far(given: Path) -> None:
     assert json.loads((given / "all.json").read_text())["interrupted"]
 
 
-def test_finalists_are_served_for_real(kvtiers: Kvtiers, given: Path) -> None:
-    ran = kvtiers(*arguments(given, out="chain.yaml", json="all.json"), "--real")
-    assert (ran.status, ran.err) == (0, "")
-    assert "served with real connectors and stores, on requests 13 to 36:" in ran.out
-    assert ran.out.count("by more than chance: ") == 1
-    finalists = json.loads((given / "all.json").read_text())["finalists"]
-    assert {"chosen", "alternative 1"} <= finalists.keys()
-    for one in finalists.values():
-        said, real = one["simulated"], one["real"]
-        assert (said["requests"], real["requests"]) == (24, 24)
-        assert abs(said["computed_tokens"] - real["computed_tokens"]) < said["prompt_tokens"] / 100
-
-
 def test_another_trace_judges_and_time_is_bounded(kvtiers: Kvtiers, given: Path) -> None:
     make_traffic([str(given / "other.jsonl"), "--requests", "100", "--seed", "3"])
     more = ["--judge", given / "other.jsonl", "--minutes", 0.5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,11 +24,10 @@ from tiers.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from spec.chain import ChainSpec
     from tiers.traces.trace import Trace, TraceRequest
-    from tiers.tuning.report import Report
     from tiers.tuning.search.budget import Budget
     from tiers.tuning.search.search import Trials
     from tiers.tuning.search.tune import Tuned, TuneOptions
@@ -53,14 +51,6 @@ Judge = Annotated[
         "of TRACE.",
     ),
 ]
-Real = Annotated[
-    bool,
-    typer.Option(
-        "--real",
-        help="Serve the finalists with real connectors and stores too, in places of their own, and "
-        "choose by that beyond the margin.",
-    ),
-]
 Processes = Annotated[int, typer.Option(min=1, max=64, help="Simulate in this many processes.")]
 
 INTERRUPTED = 130
@@ -77,7 +67,6 @@ def tune(
     chains: Chains = 250,
     minutes: Minutes = None,
     judge: Judge = None,
-    real: Real = False,
     processes: Processes = 2,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
@@ -102,7 +91,7 @@ def tune(
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
         other = None if judge is None else open_trace(judge, skip_bad_lines, conversations)
-        found = _search(opened, other, given, present, chains, minutes, processes, real)
+        found = _search(opened, other, given, present, chains, minutes, processes)
     except KVTiersError as error:
         raise refused(error) from None
     names = [one_line(path.name) for path in (trace, judge) if path is not None]
@@ -121,9 +110,7 @@ def _search(
     chains: int,
     minutes: float | None,
     processes: int,
-    real: bool,
 ) -> Tuned:
-    from spec.plugins import stdout_to_stderr
     from tiers.tuning.search.tune import TuneOptions
     from tiers.tuning.search.tune import tune as run
 
@@ -135,29 +122,7 @@ def _search(
         judge = None if other is None else _read(other, trace.header.block_tokens)
         seconds = None if minutes is None else minutes * 60
         size = trace.header.block_tokens
-
-        def serve(
-            some: Sequence[TraceRequest],
-            warm: float,
-            is_interrupted: Callable[[], bool],
-            chain: ChainSpec,
-        ) -> Report:
-            from tiers.lab.replay.replay_trace import ReplayOptions, replay
-
-            def note(count: int) -> None:
-                if is_interrupted():
-                    raise KeyboardInterrupt
-                if count % 100 == 0:
-                    text = f"serving a finalist: {count:,} of {len(some):,} requests"
-                    progress.update(bar, description=text, refresh=True)
-
-            options = ReplayOptions(progress=note)
-            with stdout_to_stderr():  # stores may print
-                return replay(some, size, chain, budget.machine, warm=warm, options=options)
-
         asked = TuneOptions(chains, seconds, processes=processes, judge=judge)
-        if real:
-            asked = replace(asked, serve=serve)
         began = time.monotonic()
 
         def show(trials: Trials) -> None:

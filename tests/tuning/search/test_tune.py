@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 
 import pytest
 
-from spec.chain import ChainSpec
 from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
 from tests.tuning.search.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
-from tiers.errors import KVTiersError
-from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
-from tiers.tuning.machine import size_of
-from tiers.tuning.report import YEAR, Report, Stretch
-from tiers.tuning.search.search import Evaluated, Score, Split, Trials
+from tiers.tuning.report import YEAR
+from tiers.tuning.search.search import Split, Trials
 from tiers.tuning.search.space import Space, growth
-from tiers.tuning.search.tune import Finalist, TuneOptions, choose_served, tune
+from tiers.tuning.search.tune import TuneOptions, tune
 from tiers.tuning.search.tune_report import as_text, as_yaml, left_out, notes
-from tiers.tuning.simulation.sim_chain import SimChain
 
 
 def for_a_while(count: int) -> list[TraceRequest]:
@@ -133,75 +127,6 @@ def test_another_trace_judges() -> None:
     assert (judged.requests, judged.tier_hit_tokens) == (80, 0)
     assert found.chosen.report.tier_hit_tokens > 0
     assert as_text(found, "other.jsonl").startswith("Judged on other.jsonl, ")
-
-
-def served(chain: SimChain, seconds: float, trial: float | None) -> Finalist:
-    """A finalist, of simulated and real waiting times: those of stretches are alike but for 1%."""
-
-    def said(mean: float) -> Report:
-        parts = [Stretch(mean * (1 + 0.01 * (n % 2)), mean, 0, 0) for n in range(16)]
-        return Report(100, 100.0, 0.5, (), 100, 0, 100, mean, mean, mean, 0.0, tuple(parts))
-
-    simulated = Evaluated(chain, said(seconds), Score(0, seconds))
-    return Finalist(simulated, None if trial is None else said(trial))
-
-
-@pytest.mark.parametrize(
-    ("others", "better"),
-    [
-        ({}, None),
-        ({"alternative 1": (1.0, 0.8), "alternative 2": (1.0, 0.7)}, "alternative 2"),
-        ({"fastest first": (1.3, 0.8)}, "fastest first"),
-        ({"alternative 1": (1.0, 0.996)}, None),
-        ({"alternative 1": (0.7, 1.0), "alternative 2": (0.7, None)}, None),
-        ({"present": (1.0, 0.5)}, None),
-    ],
-)
-def test_what_served_better_for_real_is_chosen_if_that_tells(
-    others: dict[str, tuple[float, float | None]], better: str | None
-) -> None:
-    given = budget({"cpu": (10, {})})
-    found = {"chosen": served(SimChain(()), 1.0, 1.0)}
-    found |= {
-        label: served(SimChain((), staging=n), *times)
-        for n, (label, times) in enumerate(others.items())
-    }
-    assert choose_served(found, given) == (better and found[better].simulated)
-    assert choose_served({**found, "chosen": served(SimChain(()), 1.0, None)}, given) is None
-
-
-def test_those_that_the_simulation_cant_tell_apart_are_served() -> None:
-    """On what was searched alone; a chain that can't be served has the reason. A server of no size
-    is as large as the budget allows, for the simulation, too."""
-    asked: list[tuple[int, float, ChainSpec]] = []
-
-    def serve(
-        some: Sequence[TraceRequest], warm: float, stop: Callable[[], bool], chain: ChainSpec
-    ) -> Report:
-        asked.append((len(some), warm, chain))
-        if chain.load_policy == "longest":
-            raise KVTiersError("there is no server")
-        return replay(some, BLOCK_TOKENS, chain, given.machine, warm=warm)
-
-    slow = {"load_bandwidth": 80 * BLOCK}
-    given = budget({"cpu": (60, {}), "disk": (200, {}), "redis": (500, slow)})
-    traffic = hot_and_cold(240)
-    server = {"type": "redis", "url": "redis://cache.internal"}
-    present = ChainSpec.model_validate({"version": 1, "load_policy": "longest", "tiers": [server]})
-    found = tune(traffic, BLOCK_TOKENS, given, present, TuneOptions(20, serve=serve))
-    finalists = found.finalists
-    assert {count for count, _, _ in asked} == {144}
-    assert {round(warm, 9) for _, warm, _ in asked} == {round(1 / 3, 9)}
-    assert len(asked) == len(finalists) >= 3
-    (refused,) = (chain for _, _, chain in asked if chain.load_policy == "longest")
-    assert finalists["present"].real is None and size_of(refused.tiers[0]) == 500 * BLOCK
-    for label, one in finalists.items():
-        if one.real is not None:
-            said = one.simulated.report
-            assert one.real.requests == said.requests == 96, label
-            tokens = said.prompt_tokens / 50
-            assert one.real.hit_tokens == pytest.approx(said.hit_tokens, abs=tokens), label
-    assert ": not served: there is no server\n" in as_text(found)
 
 
 def test_a_search_ends_when_its_time_is_over() -> None:

@@ -12,18 +12,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-
-import yaml
 
 from spec.chain import ChainSpec
-from tiers.errors import KVTiersError
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
-from tiers.tuning.machine import size_key, size_of
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.chain_text import chain_yaml
 from tiers.tuning.search.processes import Simulations, interrupts
 from tiers.tuning.search.search import (
     LEAST,
@@ -43,15 +37,8 @@ LIMIT = 250
 """Chains that are simulated in the search, if there are more."""
 ENOUGH = 160
 """Requests by which chains differ: some in each stretch."""
-ALTERNATIVES = 2
 NEVER_GIVEN_UP = 0.02
 """A tier, or a part of its size, that brings more stays, however little is certain of it."""
-
-ServeRequests = Callable[[Sequence[TraceRequest], float, Callable[[], bool], ChainSpec], Report]
-"""Serves requests with a chain, of which a fraction only warms; an interrupt, which the function
-reports, is raised."""
-Serve = Callable[[ChainSpec], Report]
-"""Serves the searched requests with real connectors, and counts those that the search counted."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +46,7 @@ class TuneOptions:
     """How long a search may take and what it uses.
 
     `limit`: chains, `seconds`: of the search. `processes`: see `Simulations`. `judge`: requests of
-    another trace, by which the chosen chain is judged. `serve`: serves finalists for real, on the
-    searched requests. `near_present`: see `present` of `Space`.
+    another trace, by which the chosen chain is judged. `near_present`: see `present` of `Space`.
     """
 
     limit: int = LIMIT
@@ -68,17 +54,7 @@ class TuneOptions:
     split: Split = field(default_factory=Split)
     processes: int = 0
     judge: Sequence[TraceRequest] | None = None
-    serve: ServeRequests | None = None
     near_present: bool = False
-
-
-@dataclass(frozen=True)
-class Finalist:
-    """A chain as it was simulated, and as it was served; if it could not be, `why`."""
-
-    simulated: Evaluated
-    real: Report | None
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +65,6 @@ class Tuned:
     best first. `growth`: see `growth`. `chosen`: the simplest chain that equals the best of the
     search. `judged`: the chosen chain (`chosen`) and others by their labels, on requests that no
     choice saw, or if `is_cut_off`, since the search was interrupted, on those of the search.
-    `finalists`: chains that were served for real, labelled before that changed the choice.
     """
 
     budget: Budget
@@ -101,7 +76,6 @@ class Tuned:
     growth: str | None
     chosen: Evaluated
     judged: Mapping[str, Evaluated]
-    finalists: Mapping[str, Finalist]
     is_cut_off: bool
 
     @property
@@ -146,7 +120,6 @@ def tune(
         compared = {"present": now, **compared}
     workload = Workload.of(requests, block_tokens)
     is_cut_off = False
-    finalists: Mapping[str, Finalist] = {}
     ends = math.inf if options.seconds is None else time.monotonic() + options.seconds
     with (
         interrupts() as is_interrupted,
@@ -157,23 +130,12 @@ def tune(
             search(trials, options.limit, lambda: time.monotonic() > ends)
             trials.run(compared.values())
             chosen = settled(trials, grows is not None and space.present is None)
-            served: Mapping[str, Finalist] = {}
-            if options.serve is not None:
-                serve = partial(
-                    options.serve, searched, split.warm / split.searched, is_interrupted
-                )
-                served = serve_all(chosen, compared, present, trials, serve)
-                if (better := choose_served(served, budget)) is not None:
-                    # The worth of each of its choices is to be known, too.
-                    trials.run(step.chain for step in space.steps(better.chain))
-                    chosen = better
             chains = {"chosen": chosen.chain, **compared}
             reports = _judged(chains, simulations, options, block_tokens)
             judged = {
                 label: Evaluated(chain, report, score(report, budget))
                 for (label, chain), report in zip(chains.items(), reports, strict=True)
             }
-            finalists = served
         except KeyboardInterrupt:
             if not len(trials):
                 raise
@@ -191,7 +153,6 @@ def tune(
         grows,
         chosen,
         judged,
-        finalists,
         is_cut_off,
     )
 
@@ -288,79 +249,3 @@ def _larger(chosen: Evaluated, kind: str, least: int, trials: Trials) -> Iterato
             if one.score.excess <= chosen.score.excess and not worse:
                 yield one
         size //= 2
-
-
-# -- finalists: equal chains and those compared, served for real ---------------------------------
-
-
-def serve_all(
-    chosen: Evaluated,
-    compared: Mapping[str, SimChain],
-    present: ChainSpec | None,
-    trials: Trials,
-    serve: Serve,
-) -> dict[str, Finalist]:
-    """Serve the chosen chain, the best of its equals, and the compared ones (`present` as it is
-    written), all of which were tried; by their labels. None, where no tier is chosen."""
-    if not chosen.chain.tiers:
-        return {}
-    finalists = {"chosen": chosen}
-    finalists |= {f"alternative {n}": one for n, one in enumerate(_equals_of(chosen, trials), 1)}
-    for label, chain in compared.items():
-        tried = trials.of(chain)
-        if tried is not None and (label == "present" or tried not in finalists.values()):
-            finalists[label] = tried
-    found = {}
-    for label, one in finalists.items():
-        if not one.chain.tiers:
-            continue
-        if label == "present" and present is not None:
-            spec = _sized(present, one.chain)
-        else:  # as it would be written
-            text = chain_yaml(one, trials.space.budget, {}, [])
-            spec = ChainSpec.model_validate(yaml.safe_load(text))
-        try:
-            found[label] = Finalist(one, serve(spec))
-        except KVTiersError as error:
-            found[label] = Finalist(one, None, str(error))
-    return found
-
-
-def _equals_of(chosen: Evaluated, trials: Trials) -> Iterator[Evaluated]:
-    """The best chains that differ from the chosen one by no more than chance, and from each other
-    in something."""
-    reports = [chosen.report.stretches]
-    for one in trials.tried:
-        if len(reports) > ALTERNATIVES:
-            return
-        if one.score.excess > chosen.score.excess or one.report.stretches in reports:
-            continue
-        if not trials.gap(one, chosen).is_certain:
-            reports.append(one.report.stretches)
-            yield one
-
-
-def _sized(present: ChainSpec, simulated: SimChain) -> ChainSpec:
-    """The operator's chain, whose servers have the size that was simulated."""
-    tiers = []
-    for tier, sim_tier in zip(present.tiers, simulated.tiers, strict=True):
-        key = size_key(type(tier))
-        if key is not None and size_of(tier) is None:
-            tier = tier.model_copy(update={key: sim_tier.capacity})
-        tiers.append(tier)
-    return present.model_copy(update={"tiers": tuple(tiers)})
-
-
-def choose_served(finalists: Mapping[str, Finalist], budget: Budget) -> Evaluated | None:
-    """The chain within the budget that served best, if it was better than the chosen one by more
-    than chance; None: the choice stands."""
-    chosen = finalists.get("chosen")
-    if chosen is None or chosen.real is None:
-        return None
-    better = [
-        (score(one.real, budget), label)
-        for label, one in finalists.items()
-        if one.real is not None and label not in ("chosen", "present")
-        if beats(one.real, chosen.real, budget)
-    ]
-    return finalists[min(better)[1]].simulated if better else None

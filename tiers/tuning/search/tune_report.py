@@ -19,13 +19,10 @@ from tiers.tuning.search.chain_text import (
     size,
 )
 from tiers.tuning.search.search import LEAST, Evaluated, cost, excesses, gap
-from tiers.tuning.search.tune import ENOUGH, Finalist, Tuned
+from tiers.tuning.search.tune import ENOUGH, Tuned
 
 _COLUMNS = (
     "", "TTFT mean", "p50", "p99", "objective", "from tiers", "GPUs", "links", "life", "price"
-)  # fmt: skip
-_FINAL_COLUMNS = (
-    "", "TTFT mean", "real", "p99", "real", "from tiers", "real", "objective, real"
 )  # fmt: skip
 
 
@@ -34,11 +31,8 @@ def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
     judged = tuned.judged.items()
     rows = [_row(label, one, tuned) for label, one in judged]
     table = named([_COLUMNS, *rows], [name(one.chain) for _, one in judged])
-    parts = [f"{_where(tuned, judged_on)}:\n{table}"]
-    if tuned.finalists:
-        head = "Finalists, simulated and served with real connectors and stores, on requests"
-        parts.append(f"{head} {_searched(tuned)}:\n{_finals(tuned)}")
-    return "\n\n".join([*parts, "\n".join(notes(tuned)), _frontier_table(tuned)])
+    head = f"{_where(tuned, judged_on)}:\n{table}"
+    return "\n\n".join([head, "\n".join(notes(tuned)), _frontier_table(tuned)])
 
 
 def _where(tuned: Tuned, judged_on: str | None) -> str:
@@ -68,39 +62,6 @@ def _row(label: str, one: Evaluated, tuned: Tuned) -> tuple[str, ...]:
         percent(report.gpu_load),
         percent(max(links, default=0.0)),
         *life_and_price(report),
-    )
-
-
-def _finals(tuned: Tuned) -> str:
-    """The chains that were served for real, two lines each, and the choice by them."""
-    finalists = tuned.finalists
-    chosen = finalists["chosen"]
-    rows = [_final(label, one, chosen, tuned.budget) for label, one in finalists.items()]
-    names = [
-        name(one.simulated.chain) + (one.why and f": not served: {one.why}")
-        for one in finalists.values()
-    ]
-    text = named([_FINAL_COLUMNS, *rows], names)
-    if tuned.chosen.chain == chosen.simulated.chain:
-        return f"{text}\nNone served better by more than chance: the choice stands."
-    now = name(tuned.chosen.chain)
-    return f"{text}\n{now} served better by more than chance: it is chosen instead."
-
-
-def _final(label: str, one: Finalist, chosen: Finalist, budget: Budget) -> tuple[str, ...]:
-    simulated, real = one.simulated.report, one.real
-    if real is None:
-        return label, seconds(simulated.ttft_mean), "-", seconds(simulated.ttft_p99), *["-"] * 4
-    changed = ""
-    if one is not chosen and chosen.real is not None:
-        changed = change(gap(real, chosen.real, budget), budget.objective)
-    both = (simulated, real)
-    return (
-        label,
-        *(seconds(report.ttft_mean) for report in both),
-        *(seconds(report.ttft_p99) for report in both),
-        *(percent(report.tier_hit_tokens / max(1, report.prompt_tokens)) for report in both),
-        changed,
     )
 
 
@@ -316,15 +277,6 @@ def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
         **{label.replace(" ", "_"): _judged(label, tuned) for label in labels},
         "best_of_search": _chain(tuned.tried[0]),
         "broken": tuned.broken,
-        "finalists": {
-            label: {
-                "name": name(one.simulated.chain),
-                "simulated": one.simulated.report.to_json(),
-                "real": None if one.real is None else one.real.to_json(),
-                "why": one.why,
-            }
-            for label, one in tuned.finalists.items()
-        },
         "tried": len(tuned.tried),
         "within": {share: tuned.near(float(share) / 100) for share in ("1", "5", "10")},
         "frontier_by": "price_per_month" if _has_prices(budget) else "bytes",
