@@ -24,8 +24,8 @@ SIZE = MODEL.block_tokens
 
 
 @contextmanager
-def recording(path: Path, tenants: Any = None, **engine: Any) -> Iterator[ReplayEngine]:
-    chain = chain_of(cpu(), record={"path": str(path)}, tenants=tenants or {})
+def recording(path: Path, **engine: Any) -> Iterator[ReplayEngine]:
+    chain = chain_of(cpu(), record={"path": str(path)})
     made = ReplayEngine(chain, **engine)
     yield made
     made.settle()
@@ -55,8 +55,8 @@ def test_the_trace_has_what_was_asked(tmp_path: Path) -> None:
     assert first.blocks == second.blocks[:3] and len(set(second.blocks)) == 5
     assert (len(first.answer_blocks), len(second.answer_blocks)) == (1, 0)
     assert len(salted.blocks) == 3 and not {*salted.blocks} & {*second.blocks}
-    assert (first.salt, first.tenant) == (None, None)
-    assert salted.salt is not None and salted.salt != "a" and salted.tenant is None
+    assert first.salt is None
+    assert salted.salt is not None and salted.salt != "a"
     assert short.blocks == []
 
 
@@ -126,13 +126,13 @@ def test_ids_are_the_same_after_a_restart_and_for_nobody_elses_key(tmp_path: Pat
     assert not {*found[0]} & {*found[3]}, "another model's KV is other blocks"
 
 
-def test_who_is_a_tenant(tmp_path: Path) -> None:
-    with recording(tmp_path / "trace", tenants={"acme": {}}) as engine:
+def test_who_has_one_salt(tmp_path: Path) -> None:
+    with recording(tmp_path / "trace") as engine:
         engine.generate(range(SIZE), max_tokens=1, salt="acme")
         engine.generate(range(SIZE), max_tokens=1, salt="acme")
         engine.generate(range(SIZE), max_tokens=1, salt="other")
     one, two, other = recorded(tmp_path / "trace")
-    assert one.tenant == one.salt == two.tenant and other.tenant is None
+    assert one.salt == two.salt is not None
     assert other.salt not in (None, one.salt)
 
 

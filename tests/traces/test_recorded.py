@@ -15,7 +15,7 @@ from tiers.traces.trace import TraceRequest
 HEADER = FileHeader(block_tokens=16, started=1000.0, kv_bytes_per_token=2048)
 REQUESTS = [
     TraceRequest(0.0, 40, 7, [2**64 - 1, 0]),
-    TraceRequest(2.5, 15, 0, [], "tenant", "salt"),
+    TraceRequest(2.5, 15, 0, [], "salt"),
     TraceRequest(1e9, 33, 1, [2**64 - 1, 5]),
 ]
 

@@ -77,7 +77,6 @@ def open_recorder(
         engine.hash_tokens,
         repr(sorted(engine.facts.items())).encode(),
         lambda: opener.block_bytes * parts // engine.block_tokens or None,
-        frozenset(chain.tenants),
         now,
     )
     return (TrafficRecorder(Recorder(recording), requests, now),)

@@ -8,9 +8,8 @@
 full blocks of the prompt alone, `answer_hash_ids` those that the answer filled. Lines are in the
 order in which requests ended. `open_since` is when the first request came that had not ended yet,
 so that no later line of this writer has an earlier timestamp; without it lines are in order.
-`writer`, `kv_bytes_per_token` and a request's `tenant` and `salt` (keyed digests),
-`answer_hash_ids` and `open_since` may be absent. A file may be compressed with zstd (`.zst`), in
-any number of frames.
+`writer`, `kv_bytes_per_token` and a request's `salt` (a keyed digest), `answer_hash_ids` and
+`open_since` may be absent. A file may be compressed with zstd (`.zst`), in any number of frames.
 A folder is read as the files that rotation left: those of one writer in the order of their start,
 several writers merged by time.
 """
@@ -67,7 +66,6 @@ def encode_request(request: TraceRequest, open_since: float | None = None) -> by
             "hash_ids": list(request.blocks),
             "answer_hash_ids": list(request.answer_blocks) or None,
             "open_since": None if open_since is None else round(open_since, 3),
-            "tenant": request.tenant,
             "salt": request.salt,
         }
     )
@@ -192,7 +190,6 @@ def _parse_request(found: dict[str, Any], block_tokens: int, shift: float) -> Tr
         length,
         output,
         ids,
-        short_text(found, "tenant"),
         short_text(found, "salt"),
         of_answer,
     )

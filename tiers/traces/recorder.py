@@ -91,15 +91,14 @@ class EndedRequest(NamedTuple):
 @dataclass(frozen=True)
 class Recording:
     """The settings of a recording. `block_tokens`, `hash_tokens`: see `EngineInfo`. `facts`: see
-    `KeyedIds`. `kv_bytes_per_token`: see `FileHeader`; asked for each file. `tenants`: salts that
-    are names of tenants. `now`: the clock of requests' times, in seconds."""
+    `KeyedIds`. `kv_bytes_per_token`: see `FileHeader`; asked for each file. `now`: the clock
+    of requests' times, in seconds."""
 
     spec: RecordSpec
     block_tokens: int
     hash_tokens: int
     facts: bytes = b""
     kv_bytes_per_token: Callable[[], int | None] = lambda: None
-    tenants: frozenset[str] = frozenset()
     now: Callable[[], float] = time.monotonic
 
 
@@ -188,15 +187,13 @@ class RecordWriter:
         # The KV of the last token is not computed.
         whole = (ended.prompt_tokens + max(ended.answer_tokens - 1, 0)) // tokens
         ids = self._block_ids(ended, whole)
-        salt = self._ids.of_name(ended.salt) if ended.salt else None
         request = TraceRequest(
             (ended.arrived - self._began) * 1000,
             ended.prompt_tokens,
             ended.answer_tokens,
             ids[:in_prompt],
-            tenant=salt if ended.salt in self._recording.tenants else None,
-            salt=salt,
-            answer_blocks=ids[in_prompt:],
+            self._ids.of_name(ended.salt) if ended.salt else None,
+            ids[in_prompt:],
         )
         return encode_request(request, (ended.since - self._began) * 1000)
 
@@ -245,9 +242,6 @@ class RecordWriter:
         self._failed.log(
             "record: %s. Requests are not recorded until this works", self._error, count=requests
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 MAX_REQUESTS = 4096

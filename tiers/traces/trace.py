@@ -24,8 +24,6 @@ class TraceRequest(NamedTuple):
     blocks: Sequence[int]
     """Ids of the prompt's full blocks, from the first on; a partial last block has none. The
     list is the reader's own: do not change it."""
-    tenant: str | None = None
-    """Keyed digest of the tenant's name, where it was recorded."""
     salt: str | None = None
     """Keyed digest of the request's cache salt, where it was recorded; `blocks` depend on it."""
     answer_blocks: Sequence[int] = ()
