@@ -31,7 +31,7 @@ GB = 10**9
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"type": "cpu", "capacity": f"{256 * GB}B"},
     "disk": {"type": "disk", "path": "/unused", "capacity": f"{4000 * GB}B"},
-    "redis": {"type": "redis", "url": "redis://unused"},
+    "redis": {"type": "redis", "url": "redis://unused", "maxmemory": f"{8000 * GB}B"},
 }
 
 
@@ -70,8 +70,6 @@ def machine(case: Case) -> Machine:
         name: {"load_bandwidth": f"{speed}GB/s", "store_bandwidth": f"{speed}GB/s"}
         for name, speed in case.links.items()
     }
-    if "redis" in profiles:
-        profiles["redis"]["capacity"] = f"{8000 * GB}B"
     return Machine.model_validate(
         {
             "kv_bytes_per_token": 1 << 17,

@@ -82,15 +82,8 @@ class TierProfile(BaseModel, frozen=True, extra="forbid"):
     store_bandwidth: Bandwidth = Field(description="Bytes stored per second.")
     load_latency: Seconds = Field(default=0.0, description="Seconds until a load's first byte.")
     store_latency: Seconds = Field(default=0.0, description="Seconds that each store takes more.")
-    concurrency: int = Field(
-        default=2, ge=1, description="Loads that the link serves at once, each with its latency."
-    )
     shared_link: bool = Field(
         default=False, description="Whether loads and stores take bandwidth from each other."
-    )
-    capacity: Size | None = Field(
-        default=None,
-        description="Bytes for blocks, where the chain's YAML has no capacity, as for a server.",
     )
     stored_share: float = Field(
         default=1.0,
@@ -109,8 +102,7 @@ class TierProfile(BaseModel, frozen=True, extra="forbid"):
     )
 
     def price(self, capacity: int | None) -> float | None:
-        """Price of a month with `capacity` bytes, or the profile's; None: no price is given."""
-        capacity = self.capacity if capacity is None else capacity
+        """Price of a month with `capacity` bytes; None: no price is given."""
         if self.price_per_gb_month is None or capacity is None:
             return self.price_per_month
         return (self.price_per_month or 0.0) + self.price_per_gb_month * capacity / 1e9

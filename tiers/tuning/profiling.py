@@ -112,7 +112,6 @@ def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile
         store_bandwidth=_rounded(store_rate),
         load_latency=_rounded(max(0.0, single_load - block_bytes / alone)),
         store_latency=_rounded(max(0.0, single_store - block_bytes / store_rate)),
-        concurrency=spec.loads_at_once,
     )
 
 

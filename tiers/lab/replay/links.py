@@ -77,9 +77,6 @@ class Link:
             return
         size, latency = self.block_bytes, self._profile.load_latency
         since = self._wait_for(self._limits[0], self._load_rate, blocks * size, since)
-        if self._profile.concurrency == 1:
-            self.loads.move(latency + blocks * self._load_seconds, since)
-            return
         since += latency
         self._clock.sleep_until(since)
         for turn in self._turns(blocks):

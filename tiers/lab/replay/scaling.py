@@ -91,7 +91,7 @@ def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) 
         share = scale.payload_bytes / scale.real_bytes / profile.stored_share
         change["write_budget"] = tier.write_budget * share
     if isinstance(tier, RedisSpec):
-        held = profile.capacity if tier.maxmemory is None else tier.maxmemory
+        held = tier.maxmemory
         blocks_held = None if held is None else scale.blocks(held, profile.stored_share)
         served = moved(tier, places.redis(blocks_held, scale.payload_bytes))
         return served.model_copy(update={**change, "timeout": NO_DEADLINE})

@@ -164,9 +164,8 @@ def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
     limits = {medium.type: medium.limit for medium in budget.media}
     tiers = []
     for tier in found.tiers:
-        known = budget.machine.profile(tier.name, tier.type).capacity
-        size = tier.capacity or known or limits.get(tier.type)
-        tiers.append(replace(tier, capacity=size))
+        budget.machine.profile(tier.name, tier.type)  # or it raises
+        tiers.append(replace(tier, capacity=tier.capacity or limits.get(tier.type)))
     return replace(found, tiers=tuple(tiers))
 
 

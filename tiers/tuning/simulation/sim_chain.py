@@ -18,7 +18,7 @@ class SimTier:
     is_host: bool
     """Whether its blocks stay in the host pool (cpu), rather than in a store."""
     capacity: int | None = None
-    """None: as the machine's profile says, else without limit."""
+    """None: without limit."""
     eviction: str = "lru"
     """One of `SPACES`; stores have `lru`."""
     store_threshold: int = 1

@@ -62,10 +62,10 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
         profile = machine.profile(tier.name, tier.type)
         most = slots if tier.is_host else slots * share
         settings = _settings(tier, profile, block_bytes, most)
-        capacity = tier.capacity if tier.capacity is not None else profile.capacity
         blocks = math.inf
-        if capacity is not None:
-            blocks = int(capacity // (block_bytes * (1 if tier.is_host else profile.stored_share)))
+        if tier.capacity is not None:
+            held_bytes = block_bytes * (1 if tier.is_host else profile.stored_share)
+            blocks = int(tier.capacity // held_bytes)
         tiers.append(SimulatedTier(settings, workload, _space(tier, blocks, len(workload.lengths))))
     stores = [(tier.known, tier.held) for tier in tiers if not tier.settings.is_host]
     for one in tiers:
@@ -103,7 +103,6 @@ def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float
         size / bandwidth,
         profile.load_latency,
         profile.store_latency,
-        profile.concurrency,
         tier.loads_at_once,
         profile.shared_link,
         None if tier.write_budget is None else tier.write_budget / size,

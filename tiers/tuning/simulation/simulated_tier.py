@@ -42,7 +42,6 @@ class TierSettings(NamedTuple):
     store_seconds: float
     load_latency: float
     store_latency: float
-    concurrency: int
     loads_at_once: int
     shared_link: bool
     budget: float | None
@@ -140,8 +139,6 @@ class SimulatedTier:
         if came:
             self.load_free = end
             end += latency
-            if settings.concurrency == 1:
-                self.load_free = end
         counts.load_busy += busy
         counts.loaded += came
         if came < blocks:
