@@ -93,8 +93,8 @@ def replay(
     say_other_model(opened, machine)
     if chain.tenants:
         typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
-    if chain.ghosts and not real:
-        typer.echo("ghosts are not simulated: --real has them, and curve is exact", err=True)
+    if chain.ghosts:
+        typer.echo("ghosts are not replayed: curve is exact", err=True)
     typer.echo(table(report))
     write_result(json_file, report.to_json())
 

@@ -9,7 +9,7 @@ from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.contract.protocols import Request
 from tiers.contract.stats import CHAIN
-from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting
+from tiers.ghosts.ghosts import Ghosts, Setting
 from tiers.traces.recorder import EndedRequest, Recorder, Recording
 
 
@@ -107,9 +107,9 @@ class GhostWatcher:
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         return self._ghosts.take_measures()
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Report a last time, once all that ended is counted, for which it waits so long."""
-        self._ghosts.close(seconds)
+    def close(self) -> None:
+        """Report a last time, once all that ended is counted."""
+        self._ghosts.close()
 
 
 def open_ghosts(

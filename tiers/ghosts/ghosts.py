@@ -312,10 +312,10 @@ class Ghosts:
         self._taken = published
         return published
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+    def close(self) -> None:
         """Count what waits, and report."""
         self._stop.set()
-        self._thread.join(seconds)
+        self._thread.join(CLOSE_SECONDS)
 
     # -- the thread --------------------------------------------------------------------------
 

@@ -91,17 +91,6 @@ class TierUse:
 
 
 @dataclass(frozen=True)
-class GhostUse:
-    """A tier's ratios alone, as ghosts estimate them over all requests: of the prompts' full
-    blocks, those in the engine's cache included; `error` is twice the standard error."""
-
-    name: str
-    hit_ratio: float
-    error: float
-    store_ratio: float
-
-
-@dataclass(frozen=True)
 class Report:
     """The result of serving a trace; requests that only warm the caches are not counted.
 
@@ -125,8 +114,6 @@ class Report:
     """GPU seconds that tokens from tiers would have taken to compute."""
     stretches: tuple[Stretch, ...] = ()
     """Equal parts of the counted prompts, in the order in which they ended: how much they vary."""
-    ghosts: tuple[GhostUse, ...] = ()
-    """Of a real replay, where the chain has any."""
     room_wait: float = 0.0
     """Share of the time in which the next prompt waited for room in the engine's own memory."""
     too_long: int = 0
@@ -231,9 +218,6 @@ _COLUMNS = ("tier", "loads", "stores", "written", "SSD life", "dropped", "hit to
 def table(report: Report) -> str:
     """A row for each tier, then the lines for all of them, then the warnings."""
     rows = [_COLUMNS, *(_row(tier, report.prompt_tokens) for tier in report.tiers)]
-    for ghost in report.ghosts:
-        stored, hits = f"{ghost.store_ratio:.1%}", f"{ghost.hit_ratio:.1%} ± {ghost.error:.1%}"
-        rows.append((f"ghost {ghost.name}", "-", stored, "-", "-", "-", "-", hits))
     lines = aligned(rows, left=1) if report.tiers else []
     return "\n".join([*lines, *_sums(report), *(f"warning: {text}" for text in report.warnings)])
 
@@ -299,11 +283,6 @@ def _sums(report: Report) -> list[str]:
         f"prefill saved: {report.prefill_seconds_saved:,.0f} GPU seconds in "
         f"{report.seconds:,.0f} s",
     ]
-    if report.ghosts:
-        lines.append(
-            "ghosts: how many of all prompts' full blocks this tier alone would store and would "
-            "have, also those that the engine's own cache has"
-        )
     cost = report.cost_per_million_saved_tokens
     if cost is not None:
         lines.append(f"price of a million tokens from tiers: {cost:.4g}")

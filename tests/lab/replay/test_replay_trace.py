@@ -19,7 +19,6 @@ from tiers.lab.replay.timed_worker import WrongBytes
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.curve import measure
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 
@@ -166,23 +165,6 @@ def test_what_cannot_be_replayed_says_so() -> None:
         run(chain(cpu(90)), [TraceRequest(0.0, 151 * SIZE, 1, list(range(151)))])
     with pytest.raises(SpecError, match="add disk"):
         replay(chats(3, 5), SIZE, chain(disk(9)), machine(tiers={}))
-
-
-def test_ghosts_tell_of_a_replay_what_the_curve_does() -> None:
-    """In blocks of the trace's size, while the replay's tiers have smaller ones."""
-    ghosts = [
-        {"tier": "cpu", "capacity": "2x"},
-        {"tier": "cpu", "capacity": "20x"},
-        {"tier": "disk", "capacity": 200 * BLOCK_BYTES},
-    ]
-    requests = chats(3)
-    report = run(chain(cpu(60), disk(1000), ghosts=ghosts), requests, warm=0.5)
-    curve = measure(requests, SIZE).all
-    blocks = [60, 120, 1200, 1000, 200]
-    assert [ghost.name.split()[0] for ghost in report.ghosts] == [*["cpu"] * 3, *["disk"] * 2]
-    told = [ghost.hit_ratio for ghost in report.ghosts]
-    assert told == pytest.approx([curve.ratio(one) for one in blocks], abs=1e-9)
-    assert told[0] < told[1] < told[2]
 
 
 def test_a_replay_is_not_recorded(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
@@ -12,7 +12,6 @@ from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.assembly import open_worker, scheduler_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
-from tiers.connector.observers import GhostWatcher, open_ghosts
 from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import copier_over
@@ -23,10 +22,8 @@ from tiers.lab.replay.timed_worker import TimedWorker, TraceModel
 from tiers.lab.server import Server
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, size_of
-from tiers.tuning.report import DAY, GhostUse, Report, TierUse, quantile, stretches
+from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
 
-GHOST_SECONDS = 60.0
-"""Ghosts may count so long at the end: they look at a million blocks in a second."""
 DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_budget")
 """Counters of blocks that a tier missed and its rules admitted."""
 WORD = 8
@@ -63,13 +60,13 @@ def replay(
     """
     trace = list(requests)
     warmed = int(len(trace) * warm)
-    with _opened(trace, block_tokens, chain, machine, options) as (engine, ghosts):
+    with _opened(trace, block_tokens, chain, machine, options) as engine:
         traced = (
             TracedRequest(number, request, block_tokens, counts=number >= warmed)
             for number, request in enumerate(trace)
         )
         start = engine.serve(traced, warmed, options.progress)
-        return _report(engine, chain, (start, engine.mark()), ghosts)
+        return _report(engine, chain, (start, engine.mark()))
 
 
 @contextmanager
@@ -79,7 +76,7 @@ def _opened(
     chain: ChainSpec,
     machine: Machine,
     options: ReplayOptions,
-) -> Iterator[tuple[TimedEngine, tuple[GhostWatcher, ...]]]:
+) -> Iterator[TimedEngine]:
     """Open a replay's engine, and close it in any case."""
     words = max(1, options.bytes_per_token * block_tokens // WORD)
     scale = Scale(machine.kv_bytes_per_token * block_tokens, words * WORD)
@@ -95,11 +92,7 @@ def _opened(
         parts = scheduler_parts(behind, info, clock.now)
         states = parts.settings.requests
         assert states is not None, "tiers share them"
-        # Their time stands still: all requests of a replay weigh the same.
-        ghosts = open_ghosts(chain, states, lambda: scale.real_bytes, lambda: 0.0)
-        observers = (*parts.settings.observers, *ghosts)
-        settings = replace(parts.settings, observers=observers)
-        connector = MultiScheduler(*parts._replace(settings=settings))
+        connector = MultiScheduler(*parts)
         stack.callback(connector.shutdown)
         tiers = enumerate(chain.tiers)
         hosts = {place: links[t.tier_name] for place, t in tiers if isinstance(t, HostSpec)}
@@ -109,7 +102,7 @@ def _opened(
         stack.callback(clock.stop)
         model = TraceModel(1, words, block_tokens)
         worker = TimedWorker(model, num_blocks, half, clock, hosts)
-        yield TimedEngine(model, info, connector, states, worker, machine, clock, links), ghosts
+        yield TimedEngine(model, info, connector, states, worker, machine, clock, links)
 
 
 def _places(stack: ExitStack, options: ReplayOptions) -> Places:
@@ -145,12 +138,7 @@ def _paged_blocks(
     return blocks
 
 
-def _report(
-    engine: TimedEngine,
-    chain: ChainSpec,
-    marks: tuple[Mark, Mark],
-    ghosts: Sequence[GhostWatcher],
-) -> Report:
+def _report(engine: TimedEngine, chain: ChainSpec, marks: tuple[Mark, Mark]) -> Report:
     """The engine's outcome, and the use of its tiers between two marks."""
     machine, outcome = engine.machine, engine.outcome
     seconds = max(marks[1].now - marks[0].now, 1e-9)
@@ -169,16 +157,7 @@ def _report(
         prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
         stretches=stretches(outcome.served),
         room_wait=(marks[1].room_wait - marks[0].room_wait) / seconds,
-        ghosts=tuple(use for watcher in ghosts for use in _ghosts(watcher)),
     )
-
-
-def _ghosts(watcher: GhostWatcher) -> Iterator[GhostUse]:
-    """Their estimates, once all requests are counted."""
-    watcher.close(GHOST_SECONDS)
-    for name, measures in watcher.take_measures().items():
-        values = (measures[f"ghost_{part}"] for part in ("hit_ratio", "hit_error", "store_ratio"))
-        yield GhostUse(name, *values)
 
 
 def _use(

@@ -37,8 +37,7 @@ class Scale(NamedTuple):
 
 
 _LEFT_OUT = {"record", "explain", "ghosts"}
-"""Keys of a chain about live traffic, which a replay is none of. Ghosts count blocks of the
-trace's size, and not of the replay's: the replay has them apart."""
+"""Keys of a chain about live traffic, which a replay is none of."""
 
 
 class CannotReplay(KVTiersError):
