@@ -42,8 +42,6 @@ def demo(
     from contextlib import ExitStack
     from tempfile import TemporaryDirectory
 
-    from rich.console import Console
-
     from spec.errors import SpecError
     from tiers.errors import KVTiersError
     from tiers.lab.demo import demo_report, run_demo
@@ -62,11 +60,10 @@ def demo(
         except KVTiersError as error:
             raise refused(error, status=1) from error
         write_result(json_file, demo_report.to_json(results))
-        console = Console(highlight=False)
-        console.print(demo_report.table(results))
-        console.print("TTFT: time to first token, median over the prompts, asked one at a time.")
+        typer.echo(demo_report.table(results))
+        typer.echo("TTFT: time to first token, median over the prompts, asked one at a time.")
         for phase, why in plan.skipped.items():
-            console.print(f"{phase} is not shown: {why}.")
+            typer.echo(f"{phase} is not shown: {why}.")
         faults = demo_report.faults(results, plan.serving)
         for phase, fault in faults.items():
             (engine,) = (run for run in plan.runs if phase in run.phases)

@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,11 +43,8 @@ class Saved(NamedTuple):
     seconds: float
 
 
-class SavedHistory(Protocol):
-    """What tiers have saved so far."""
-
-    def saved(self, since: float, until: float, parts: int) -> list[Saved]:
-        """What they saved in equal parts of a time, which is given by `time.monotonic`."""
+SavedHistory = Callable[[float, float, int], list[Saved]]
+"""What tiers saved from one time to another, which are of `time.monotonic`, in so many parts."""
 
 
 class Verdict(BaseModel):
@@ -156,9 +153,9 @@ class ChangeWatch:
                 return None
             if self._changes.version != version:
                 return Verdict(outcome="another change")
-        before = self._history.saved(asked - self._seconds, asked, PARTS)
+        before = self._history(asked - self._seconds, asked, PARTS)
         warm = began + WARMING * self._seconds
-        return compare(before, self._history.saved(warm, began + self._seconds, PARTS))
+        return compare(before, self._history(warm, began + self._seconds, PARTS))
 
     def _go_back(self, verdict: Verdict) -> Verdict:
         pending = self._changes.request(self._back, self.pending.version)

@@ -48,7 +48,7 @@ class Control:
         self._lock = threading.Lock()
         assert scheduler.changes is not None, "it has a chain"
         self.board = StatusBoard(scheduler)
-        self._changes = ChangeVerbs(scheduler.changes, self.board)
+        self._changes = ChangeVerbs(scheduler.changes, self.board.saved)
         if chain.control is not None:
             in_background(self._open, "control-open")
 

