@@ -167,8 +167,8 @@ class VisibilityCheck:
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """The workers have stored blocks."""
-        if self._stored is not None and len(self._stored) < self.STORED:
-            self._stored.update(dict.fromkeys(keys))
+        if (stored := self._stored) is not None and len(stored) < self.STORED:
+            stored.update(dict.fromkeys(keys))
 
     def lost(self, key: bytes) -> None:
         """A block is known to be gone."""

@@ -340,9 +340,6 @@ class StoreManager(TierManager):
     def renew_pins(self, blocks: int, max_blocks: int) -> None:
         self._uses.renew_pins(blocks, max_blocks)
 
-    def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
-        return stored
-
     def stored(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._changes.note(key, held=True)

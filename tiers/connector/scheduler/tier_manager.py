@@ -68,7 +68,7 @@ class TierManager:
 
         `before`: its predecessor (see `predecessors`); the block is evicted before it.
         """
-        return False
+        return stored
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """Note that the tier holds these blocks of a job that has ended."""
