@@ -251,7 +251,7 @@ class StoreSpec(OffloadingSpec):
         "do not keep the engine's thread from launching its work. It takes 70 MB of memory, more "
         "for encryption and some plugins, and copies each block once more. Where the system lets "
         "nobody write into its memory (ptrace_scope 2), or it can't begin, the engine's process "
-        "stores. auto: where the engine computes on a GPU.",
+        "stores, and the tier is degraded. auto: where the engine computes on a GPU.",
     )
     write_budget: ByteRate | None = Field(
         default=None,

@@ -106,7 +106,7 @@ class StoredApart(Same, Tier):
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From the first block on."""
-        monkeypatch.setattr(put_process._Process, "has_answered", True)
+        monkeypatch.setattr(put_process._Process, "has_answered", lambda *_: True)
 
     def open_store(self, payload_bytes: int) -> TierStore:
         store, site = super().open_store(payload_bytes), StoreContext(payload_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from pydantic_core import PydanticSerializationError
@@ -29,9 +30,18 @@ from pydantic_core import PydanticSerializationError
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tests.support.plugin_packages import Install
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, workload
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    cpu,
+    disk,
+    measured,
+    scheduler_of,
+    workload,
+)
 from tests.support.topologies import wait_until
 from tiers.concurrency.executors import in_background
+from tiers.contract.stats import STATE, STATES
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierError, TierFull, TierNotOpen, TierUnavailable
@@ -71,7 +81,7 @@ def spec(path: Path, blocks: int = 200) -> DiskSpec:
 def opened(of: StoreSpec) -> PutsApart:
     """A store whose process, if it has one, is open or has ended."""
     store = PutsApart(of.open(SITE), of, SITE, "tier")
-    wait_until(lambda: store._process is None or store._process.has_answered)
+    wait_until(lambda: store._process is None or store._process.has_answered())
     return store
 
 
@@ -158,7 +168,7 @@ def test_where_there_is_none_the_engine_puts(
     store, some = opened(spec(tmp_path)), keys()
     for _ in range(2):
         assert put(store, some) == [True] * 3
-    assert in_the_engine(store)
+    assert in_the_engine(store) and "since another can't" in store.puts_here
     assert store.has(some) == [True] * 3
     assert [line.levelname for line in caplog.records if "engine's" in line.message] == ["WARNING"]
     store.close()
@@ -199,7 +209,7 @@ of = spec(Path(PLACE))
 made = of.open(SITE)
 os.close(0), os.close(1)
 store = PutsApart(made, of, SITE, "tier")
-wait_until(lambda: store._process is None or store._process.has_answered)
+wait_until(lambda: store._process is None or store._process.has_answered())
 assert put(store, keys()) == [True] * 3
 assert not in_the_engine(store)
 store.close()
@@ -226,7 +236,7 @@ def test_until_it_is_open_the_engine_puts(
 ) -> None:
     """Also while the store hangs as it opens there, as one line says."""
     with monkeypatch.context() as patch:
-        patch.setattr(put_process._Process, "has_answered", False)
+        patch.setattr(put_process._Process, "has_answered", lambda *_: False)
         patch.setattr(put_process._Process, "put", None)
         assert put(store, keys()) == [True] * 3
         assert not caplog.messages
@@ -234,8 +244,10 @@ def test_until_it_is_open_the_engine_puts(
         for _ in range(2):
             assert put(store, keys()) == [True] * 3
     assert ["has not opened it after" in line for line in caplog.messages] == [True]
+    assert "has not opened it after" in store.puts_here
     monkeypatch.setattr(type(store._inner), "put", None)
     assert put(store, keys()) == [True] * 3
+    assert not store.puts_here
 
 
 # -- it can be had, wherever the engine runs -------------------------------------------------
@@ -297,25 +309,91 @@ def test_one_that_is_killed_costs_a_put(store: PutsApart) -> None:
 
 
 @pytest.mark.fault
-def test_a_put_that_hangs_ends_with_its_process(store: PutsApart) -> None:
-    """Until then the payloads are in use: they may be read still."""
+@pytest.mark.parametrize("count", [1, 20_000], ids=["and hears nothing", "and its socket is full"])
+def test_a_put_that_hangs_ends_with_its_process(count: int, store: PutsApart) -> None:
+    """After its deadline, and another is begun."""
     put(store, keys())
-    os.kill(number(store), signal.SIGSTOP)
-    errors: list[Exception] = []
+    process, of_prompt = number(store), Prefix(keys(count), 0, 8)
+    os.kill(process, signal.SIGSTOP)
+    (block,) = Memory(keys(1), SIZE).fill().readonly()
 
     def hang() -> None:
-        try:
-            put(store, keys())
-        except TierUnavailable as error:
-            errors.append(error)
+        with Waiting(lambda: 0.1), pytest.raises(TierUnavailable, match="not answered in time"):
+            store.put([GatheredBlock(*block, None, of_prompt)])
 
-    thread = threading.Thread(target=hang)
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive()
+    hanging = in_background(hang, "put")
+    try:
+        hanging.result(30)
+        assert not is_there(process)
+    finally:
+        os.kill(process, signal.SIGKILL) if is_there(process) else None
+    assert put(store, keys()) == [True] * 3
+
+
+@pytest.mark.fault
+def test_while_one_can_not_be_ended_no_other_begins(
+    store: PutsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a device that hangs. Each trial of the guard would begin one more."""
+    put(store, keys())
+    process = number(store)
+    os.kill(process, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda _: None)
+        patch.setattr(put_process, "KILL_SECONDS", 0)
+        for why in ("not answered in time", *[f"{process} can't be ended"] * 2):
+            with Waiting(lambda: 0.1), pytest.raises(TierUnavailable, match=why):
+                put(store, keys())
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: store._before is None or store._before._process.poll() is not None)
+    assert put(store, keys()) == [True] * 3
+
+
+@pytest.mark.fault
+def test_one_that_opens_for_long_fails_puts_and_goes_on(
+    store: PutsApart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it ended, too, a store that opens for longer than a put may take would never open."""
+    put(store, keys())
     os.kill(number(store), signal.SIGKILL)
-    thread.join(10)
-    assert len(errors) == 1
+    with pytest.raises(TierUnavailable, match="signal 9"):
+        put(store, keys())
+    late = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'now')!r}): time.sleep(0.01)"
+    monkeypatch.setattr(
+        put_process, "_SERVE", put_process._SERVE.replace("serve(", f"{late}\nserve(")
+    )
+    numbers = set[int]()
+    for _ in range(2):
+        with Waiting(lambda: 0.1), pytest.raises(TierUnavailable, match="yet to open"):
+            put(store, keys())
+        numbers.add(number(store))
+    (tmp_path / "now").touch()
+    assert put(store, keys()) == [True] * 3
+    assert {number(store)} == numbers
+
+
+@pytest.mark.fault
+def test_what_it_puts_is_its_own(store: PutsApart) -> None:
+    """The engine's memory has another block once a put has ended, though its process lives on."""
+    put(store, keys())
+    process, some = number(store), keys()
+    os.kill(process, signal.SIGSTOP)
+    assert store._process is not None
+    engine, unread, memory = store._process._socket, array("i", [0]), Memory(some, SIZE).fill()
+    putting = in_background(lambda: store.put(memory.readonly()), "put")
+
+    def is_told() -> bool:
+        fcntl.ioctl(engine, termios.TIOCOUTQ, unread)
+        return unread[0] > 0
+
+    wait_until(is_told)
+    for block in memory.blocks:
+        block.payload[:] = bytes(SIZE)
+    os.kill(process, signal.SIGCONT)
+    assert putting.result(30) == [True] * 3
+    stored = Memory(some, SIZE)
+    assert store.get(stored.blocks) == [True] * 3
+    assert all(map(stored.holds, range(3)))
 
 
 @pytest.mark.parametrize("nonsense", [b"no JSON", b"[]", b"{}", b'{"logs": []}'])
@@ -758,7 +836,7 @@ def test_blocks_are_put_as_they_are_looked_for(plugin: Install, tmp_path: Path) 
     with closing(open_guarded(once, SITE, puts_apart=True)) as guarded:
         store = guarded.now()
         assert isinstance(store, PutsApart)
-        wait_until(lambda: store._process is None or store._process.has_answered)
+        wait_until(lambda: store._process is None or store._process.has_answered())
         assert put(store, some) == [True] * 3
         assert not in_the_engine(store)
         memory = Memory(some, SIZE)
@@ -781,7 +859,9 @@ def test_an_engine_loads_what_another_process_stored(
         return really(store, blocks)
 
     monkeypatch.setattr(DiskStore, "put", count)
-    monkeypatch.setattr(put_process._Process, "has_answered", True)  # else some are put here
+    monkeypatch.setattr(
+        put_process._Process, "has_answered", lambda *_: True
+    )  # else some are put here
     chain = chain_of(cpu(12), disk(tmp_path / "kv", "4MiB", store_process=how))
     engine = ReplayEngine(chain, MODEL, num_blocks=20, batch_tokens=64)
     for prompt, max_tokens in workload(seed=3):
@@ -793,6 +873,58 @@ def test_an_engine_loads_what_another_process_stored(
     assert measured(engine, "store_failures", "disk") == 0
     assert bool(here) == (how != "always")
     engine.close()
+
+
+def shown(engine: ReplayEngine) -> tuple[str, float]:
+    """What its metrics say of the disk: its state, and whether writes are up."""
+    return STATES[int(measured(engine, STATE, "disk"))], measured(engine, "writes_up", "disk")
+
+
+@pytest.mark.fault
+def test_metrics_say_that_the_engine_puts_what_a_process_was_to_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_program(monkeypatch)
+    tiers = cpu(12), disk(tmp_path / "kv", store_process="always")
+    with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=20)) as engine:
+        engine.generate([1] * 40, 2)
+        engine.settle()
+        assert shown(engine) == ("degraded", 1)
+        state, why = scheduler_of(engine, 1).condition()
+        assert state == "degraded" and "stored by the engine's process" in why
+        assert measured(engine, "stored_blocks", "disk") > 0
+
+
+@pytest.mark.fault
+def test_metrics_say_that_a_put_hangs_until_another_process_puts(tmp_path: Path) -> None:
+    """Meanwhile answers are right, and the other tier stores all."""
+    tiers = cpu(400), disk(tmp_path / "kv", "4MiB", store_process="always", deadline="0.5s")
+    with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=40)) as engine:
+
+        def ask(first: int) -> None:
+            prompt = [first] * 40
+            assert engine.generate(prompt, 2).output == answer(MODEL, prompt, 2)
+
+        worker: Any = engine.workers[0]
+        store: PutsApart = worker.connector.children[1]._store.now()
+        wait_until(lambda: store._process is None or store._process.has_answered())
+        ask(0)
+        engine.settle()
+        assert shown(engine) == ("open", 1)
+        os.kill(number(store), signal.SIGSTOP)
+        asked = itertools.count(1)
+        while shown(engine) != ("degraded", 0):
+            ask(next(asked))
+        while shown(engine) != ("open", 1):
+            ask(next(asked))
+        engine.settle()
+        assert measured(engine, "store_failures", "disk") > 0
+        assert measured(engine, "tier_failures", "disk") > 0
+        assert measured(engine, "store_failures", "cpu") == 0
+        before = measured(engine, "stored_blocks", "disk")
+        ask(next(asked))
+        engine.settle()
+        assert measured(engine, "stored_blocks", "disk") > before
 
 
 @pytest.mark.parametrize("has_device", [True, False])

@@ -55,6 +55,7 @@ from tiers.store import (
     each,
     time_left,
 )
+from tiers.wrappers.put_process import PutsApart
 from tiers.wrappers.reopening import Reopening
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Guarded(Capable):
     @property
     def health(self) -> Health:
         self._notice_late()
-        is_open, is_degraded = self.now() is not None, bool(self._warning)
+        is_open, is_degraded = self.now() is not None, bool(self._warns_of())
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
         if are_closed and is_open and not is_degraded:
             return HEALTHY  # asked several times a request
@@ -188,7 +189,11 @@ class Guarded(Capable):
         if isinstance(self._source, Reopening) and self._source.now is None:
             return self._source.why
         down = (breaker for breaker in self._last_errors if not breaker.is_closed)
-        return next((self._last_errors[breaker] for breaker in down), self._warning)
+        return next((self._last_errors[breaker] for breaker in down), self._warns_of())
+
+    def _warns_of(self) -> str:
+        store = self.now()
+        return self._warning or (store.puts_here if isinstance(store, PutsApart) else "")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._enter(self._reads) as store:

@@ -6,7 +6,8 @@ lock back. The process has an interpreter of its own (`put_server`): payloads ar
 memory, without the lock, and its answer is waited for. All other verbs stay here.
 
 A process can't be had everywhere, nor may everybody write into another's memory. Then blocks are
-put here, and one log line says so.
+put here, and the tier is degraded. One whose put is late is ended. What it may go on to put, as
+while it waits for its device, are copies: the engine's memory has other blocks by then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import select
 import socket
@@ -86,14 +88,19 @@ class PutsApart(StoreWrapper):
         self._spec, self._site, self._name = spec, site, name
         self._ended = PutCounts()
         """What processes that have ended had counted."""
-        self._has_served = self._is_late = self._closed = False
+        self.puts_here = ""
+        """Why blocks are put here; empty: they are not, or a process has yet to open."""
+        self._has_served = self._closed = False
         # Held during a put. A change of the capacity comes from another thread.
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._before: _Process | None = None
         self._begin()
 
     def _begin(self) -> None:
         try:
+            if self._before is not None and not self._before.kill():  # its device may hang
+                raise CannotServe(f"the process {self._before.number} can't be ended")
             self._process = _Process(self._spec, self._site, self._inner, self._name)
             if self._closed:  # meanwhile
                 raise CannotServe("the tier is closed")
@@ -122,38 +129,46 @@ class PutsApart(StoreWrapper):
         stored waits for one to begin. Raises TierUnavailable for one that does not any more."""
         if self._process is None and self._has_served and not self._closed:
             self._begin()
-        if self._process is not None and not self._process.is_open:
-            if not (self._has_served or self._process.has_answered):
-                self._log_late(self._process)
+        if (process := self._process) is None:
+            return None
+        process.limit()
+        if not process.rows:
+            if not process.has_answered(time_left() if self._has_served else 0):
+                self._note_late(process)
                 return None
             try:
-                self._process.wait_until_open()
+                process.wait_until_open()
             except Exception as error:  # noqa: BLE001 - of its store, too
                 self._lose(error)
             else:
-                self._has_served = True
+                self._has_served, self.puts_here = True, ""
                 line = "tier %s: blocks are stored by the process %d, beside the engine's"
-                logger.info(line, self._name, self._process.number)
+                logger.info(line, self._name, process.number)
         return self._process
 
-    def _log_late(self, process: _Process) -> None:
-        if not self._is_late and time.monotonic() >= process.began + OPEN_SECONDS:
-            self._is_late = True
-            line = "tier %s: another process has not opened it after %g s; the engine's stores"
-            logger.warning(line, self._name, OPEN_SECONDS)
+    def _note_late(self, process: _Process) -> None:
+        if self._has_served:
+            raise TierUnavailable("the process that stores blocks has yet to open its store")
+        if not self.puts_here and time.monotonic() >= process.began + OPEN_SECONDS:
+            self._put_here(f"another process has not opened it after {OPEN_SECONDS:g} s")
+
+    def _put_here(self, why: str) -> None:
+        self.puts_here = f"blocks are stored by the engine's process (store_process), since {why}"
+        logger.warning("tier %s: %s", self._name, self.puts_here)
 
     def _lose(self, error: Exception) -> None:
         """Forget the process, which is of no use. If one has served this raises TierUnavailable:
         what the engine's never did it does not begin to do in the midst of traffic."""
         process, self._process = self._process, None
         why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
+        if isinstance(error, BlockingIOError):
+            why = "it has not answered in time"
         if process is not None:
             self._ended = _sum(self._ended, process.counts)
-            why = process.kill() or why
+            why, self._before = process.kill() or why, process
         if self._has_served:
             raise TierUnavailable(f"the process that stores blocks is gone: {why}") from error
-        line = "tier %s: blocks are stored by the engine's process, since another can't (%s)"
-        logger.warning(line, self._name, why)
+        self._put_here(f"another can't ({why})")
 
     def counts(self) -> PutCounts:
         process = self._process
@@ -192,8 +207,8 @@ class _Process:
         self.counts = PutCounts()
         """What its store has counted so far."""
         self._payload_bytes = site.payload_bytes
-        self._rows: list[int] = []
-        """Where it takes payloads: addresses in its memory, for each block of a batch."""
+        self.rows: list[int] = []
+        """Addresses in its memory for each block of a batch, once it is open."""
         self._socket, theirs = socket.socketpair()
         # Python passes over what is no text there.
         path = (place for place in sys.path if isinstance(place, str))
@@ -213,16 +228,11 @@ class _Process:
         with suppress(OSError):  # one that has ended is noticed when it is waited for
             send(self._socket, {**opening, "site": place, "level": level})
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._rows)
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether it has said something that nobody has read, or ended."""
+    def has_answered(self, seconds: float = 0) -> bool:
+        """Whether it says something that nobody has read, or ends, within so many."""
         asked = select.poll()
         asked.register(self._socket, select.POLLIN)
-        return bool(asked.poll(0))
+        return bool(asked.poll(None if seconds == math.inf else 1000 * seconds))
 
     def wait_until_open(self) -> None:
         """Wait until its store is open, and try whether it can be given payloads. Raises what its
@@ -230,11 +240,11 @@ class _Process:
         rows: list[int] = self._hear()["rows"]
         nothing = ctypes.c_ubyte()
         self._copy([(ctypes.addressof(nothing), rows[0], 1)])
-        self._rows = rows
+        self.rows = rows
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """As a store. Raises TierError of a store, and anything else of a process that is gone or
-        talks nonsense."""
+        talks nonsense, or not in time."""
         at_once = max(1, PART_BYTES // self._payload_bytes)
         starts = range(0, len(blocks) or 1, at_once)
         parts = [blocks[start : start + at_once] for start in starts]
@@ -249,7 +259,7 @@ class _Process:
     def _hand_over(self, blocks: Sequence[Block], first: int, is_last: bool) -> RecordError | None:
         """Copy payloads to the rows from the first on, and have them put. Returns the error of a
         block that the engine has taken back: none of them is put. `is_last`: now it answers."""
-        rows = self._rows[first : first + len(blocks)]
+        rows = self.rows[first : first + len(blocks)]
         pieces = [
             (address_of(block.payload), row, len(block.payload))
             for block, row in zip(blocks, rows, strict=True)
@@ -290,6 +300,15 @@ class _Process:
         if self._process.poll() is not None:
             raise CannotServe("it has ended")
         copy_into(self.number, pieces)
+
+    def limit(self) -> None:
+        """Have the socket raise BlockingIOError where it waits longer than this thread may. The
+        kernel does: with a timeout of Python's each call would be two."""
+        left = time_left()
+        microseconds = 0 if left == math.inf else int(1e6 * left) or 1
+        limit = struct.pack("ll", *divmod(microseconds, 10**6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _hear(self) -> dict[str, Any]:
         """The next answer. Raises the error that it names, as a TierError."""

@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,14 +300,10 @@ class Index:
 
     def starting_with(self, beginning: bytes, most: int) -> list[bytes]:
         """The first `most` live keys that begin with these bytes."""
-        keys: list[bytes] = []
         with self.begin("blocks") as txn:
-            cursor = txn.cursor()
-            more = cursor.set_range(beginning)
-            while more and len(keys) < most and cursor.key().startswith(beginning):
-                keys.append(cursor.key())
-                more = cursor.next()
-        return keys
+            keys = txn.cursor()
+            found = islice(keys.iternext(values=False), most) if keys.set_range(beginning) else ()
+            return [*takewhile(lambda key: key.startswith(beginning), found)]
 
     def rows(self, after: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """The first `limit` live blocks after key `after`, in the order of their keys."""
