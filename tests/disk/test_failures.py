@@ -7,9 +7,9 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,13 @@ from tests.disk.audit import (
     put,
     run_mounted,
 )
+from tests.support.clock import wait_for
 from tiers.disk.folder import upkeep
+from tiers.disk.index import fingerprint_index
+from tiers.disk.index.fingerprint_index import FingerprintTable
 from tiers.disk.slab import Slab
 from tiers.errors import TierFull, TierUnavailable
+from tiers.store import LocalIndex, capability
 from tiers.testing import Memory
 
 WAIT_S = 60.0
@@ -144,12 +148,18 @@ def test_a_path_that_turns_read_only(
     run_mounted(f"truncate -s 32M {image} && mkfs.ext4 -q {image}", READ_ONLY, tmp_path)
 
 
-def commits_end_at(path: Path) -> int:
-    """The handle by which LMDB writes the end of a commit; of one that is synced one of its own."""
-    (found,) = (
+@contextmanager
+def commits_fail(path: Path) -> Iterator[None]:
+    """By an error of the device in their very end, which has a handle of its own where it is synced."""
+    (handle,) = (
         one for one in handles_of(path, "index.mdb") if fcntl.fcntl(one, fcntl.F_GETFL) & os.O_DSYNC
     )
-    return found
+    kept, broken = os.dup(handle), os.open("/dev/full", os.O_RDWR)
+    os.dup2(broken, handle)
+    yield
+    os.dup2(kept, handle)
+    os.close(kept)
+    os.close(broken)
 
 
 @pytest.mark.fault
@@ -160,14 +170,8 @@ def test_an_index_that_lmdb_gave_up_is_opened_anew(
     monkeypatch.setattr(upkeep, "EVERY_S", 0.02)
     with opened(tmp_path) as store, opened(tmp_path) as scheduler:
         put(store, keys(0, 1))
-        handle = commits_end_at(tmp_path)
-        kept, broken = os.dup(handle), os.open("/dev/full", os.O_RDWR)
-        os.dup2(broken, handle)
-        with pytest.raises(TierFull):
+        with commits_fail(tmp_path), pytest.raises(TierFull):
             put(store, keys(2))
-        os.dup2(kept, handle)
-        os.close(kept)
-        os.close(broken)
         end = time.monotonic() + WAIT_S
         while "opened anew" not in caplog.text and time.monotonic() < end:
             with suppress(TierUnavailable):
@@ -177,6 +181,36 @@ def test_an_index_that_lmdb_gave_up_is_opened_anew(
         assert scheduler.peek(keys(0, 1, 2, 3, 4)) == [True, True, True, True, False]
         assert get(scheduler, keys(0, 1, 2, 3)) == [True] * 4
         audit(store)
+
+
+@pytest.mark.fault
+def test_a_table_that_could_not_be_made_then_is_made_once_the_index_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else an engine whose device failed as it started would look up behind its steps for ever."""
+    monkeypatch.setenv(MODE, "buffered sync")
+    monkeypatch.setattr(fingerprint_index, "_KEY_BATCH", 2)  # no table is made at once
+    making, over = threading.Event(), threading.Event()
+    original = FingerprintTable.add
+
+    def add(table: FingerprintTable, some: bytes) -> None:
+        making.set()
+        assert over.wait(WAIT_S)
+        original(table, some)
+
+    monkeypatch.setattr(FingerprintTable, "add", add)
+    with opened(tmp_path) as store:
+        put(store, keys(*range(6)))
+        assert capability(store, LocalIndex) is None
+        assert making.wait(WAIT_S)
+        with commits_fail(tmp_path), pytest.raises(TierFull):
+            put(store, keys(6))
+        with suppress(TierUnavailable):
+            store.has(keys(0))
+        over.set()
+        wait_for(lambda: "opened anew" in caplog.text)
+        wait_for(lambda: capability(store, LocalIndex) is not None)
+        assert store.peek(keys(0, 5, 6)) == [True, True, False]
 
 
 class Stall:

@@ -134,10 +134,9 @@ class Guarded(Capable):
         self._reads, self._writes, self._looks, self._reports = (
             Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(4)
         )
-        names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
-        names[self._reports] = "its reports of itself"
-        self._names = names
-        self._changes = {breaker: self._changes_of(breaker) for breaker in names}
+        self._names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
+        self._names[self._reports] = "its reports of itself"
+        self._changes = {breaker: self._changes_of(breaker) for breaker in self._names}
         self._damage_log = RepeatedLog(logger, f"tier {tier_name}", "blocks were damaged")
         self._warning = ""
         self._last_errors = dict.fromkeys((self._reads, self._writes, self._looks), "")

@@ -58,7 +58,7 @@ class OpenFolder:
         self.pid = os.getpid()
         self.threads = io_executor(THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
-        of_index = (index.reopen, self._write_uses, index.clear_readers)
+        of_index = (self._reopen, self._write_uses, index.clear_readers)
         of_slots = (self._shrink, self._sweep, self._give_back)
         keeping = Keeping(folder, owner.file, self._lose)
         rest = (self.fingerprints.follow, self._look_at_room)
@@ -161,6 +161,10 @@ class OpenFolder:
             except BaseException:
                 self._freed.extend(some)
                 raise
+
+    def _reopen(self) -> None:
+        if self.index.reopen():
+            self.fingerprints.stop()  # or it would make none where it failed to meanwhile
 
     def _write_uses(self) -> bool:
         if self.uses:

@@ -384,12 +384,12 @@ class Index:
             yield edit
             edit.save_state()
 
-    def reopen(self) -> None:
-        """Open LMDB anew if it refuses all and no transaction is in flight. By one thread at a
-        time."""
+    def reopen(self) -> bool:
+        """Open LMDB anew if it refuses all and no transaction is in flight; return whether it was.
+        By one thread at a time."""
         with self._lock:
             if not self._refuses or self._in_flight:
-                return
+                return False
         # Nobody begins a transaction until it refuses no more.
         self._env.close()
         self._env = self._open()
@@ -397,6 +397,7 @@ class Index:
         self._open_tables()
         self._refuses = False
         logger.warning("%s was opened anew after an error of the device", self._path)
+        return True
 
     def clear_readers(self) -> None:
         """Remove dead processes from LMDB's table of readers, every minute and when the file grew:
