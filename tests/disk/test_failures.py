@@ -150,7 +150,7 @@ def test_a_path_that_turns_read_only(
 
 @contextmanager
 def commits_fail(path: Path) -> Iterator[None]:
-    """By an error of the device in their very end, which has a handle of its own where it is synced."""
+    """By an error of the device in their end, which is synced, and so has a handle of its own."""
     (handle,) = (
         one for one in handles_of(path, "index.mdb") if fcntl.fcntl(one, fcntl.F_GETFL) & os.O_DSYNC
     )
