@@ -68,10 +68,14 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
         yield _lagging(engine, process, smoke=scale.smoke)
         if scale.smoke:  # to start another takes longest
             yield from _through(engine, smoke=True)
+            yield from _hooks(engine, requests=4, blocks=3)
     if not scale.smoke:
         chain = _chain(scale, _CPU, _disk(scale))
         with closing(_engine(scale, chain, caching=False, **SWAPPED)) as engine:
             yield from _through(engine, smoke=False)
+        room = {"num_gpu_blocks_override": 1100, "max_num_seqs": 256}
+        with closing(_engine(scale, chain, caching=False, tiny=True, **room, **SWAPPED)) as engine:
+            yield from _hooks(engine, requests=256, blocks=64)
 
 
 def _lagging(engine: Engine, server: int, smoke: bool) -> Case:
@@ -155,6 +159,49 @@ def _through(engine: Engine, smoke: bool) -> Iterator[Case]:
         peer_name="one that does nothing",
         target=0.97,
     )
+
+
+def _hooks(engine: Engine, requests: int, blocks: int) -> Iterator[Case]:
+    """What the engine's thread does in a connector's scheduler hooks, beside vLLM's own, in one
+    engine, whose other work has emptied the processor's caches as it does."""
+    for name, measure in (
+        (f"a cold prompt of {blocks} blocks", partial(_cold_hooks, engine, blocks)),
+        (f"a step of {requests} requests that answer", partial(_answer_hooks, engine, requests)),
+    ):
+        yield Case(
+            "e2e",
+            f"scheduler hooks, cpu and disk, {name}",
+            "ms",
+            measure("chain"),
+            peer=measure("native"),
+            peer_name="vLLM offloading",
+            of="peer",
+        )
+
+
+def _cold_hooks(engine: Engine, blocks: int, connector: str) -> Measure:
+    """Milliseconds of all hooks of a prompt, the median of some."""
+    rng = random.Random(connector)
+
+    def run() -> float:
+        prompts = [_prompt(rng, blocks * BLOCK_TOKENS + 1) for _ in range(9)]
+        answers = [engine.ask([prompt], 1, connector=connector) for prompt in prompts]
+        return statistics.median(sum(one.hook_seconds.values()) for one in answers) * 1e3
+
+    return run
+
+
+def _answer_hooks(engine: Engine, requests: int, connector: str) -> Measure:
+    """Milliseconds of a step, the mean of those in which the requests complete three blocks."""
+    rng = random.Random(connector)
+
+    def run() -> float:
+        prompts = [_prompt(rng, 2 + number % BLOCK_TOKENS) for number in range(requests)]
+        answered = engine.ask(prompts, 3 * BLOCK_TOKENS + 1, connector=connector)
+        steps = len(answered.step_seconds) + 1
+        return sum(answered.hook_seconds.values()) / steps * 1e3
+
+    return run
 
 
 def _disk(scale: Scale) -> dict[str, Any]:

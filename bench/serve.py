@@ -6,7 +6,8 @@ may serve them, whether they are stored, and the connector, of an engine that ha
 (`bench.swapped`), and transfer parameters. Answers each with a line: seconds it took, seconds to
 the first token, the mean of the prompts, tokens that were not computed but cached, by the engine or
 below it, the seconds of each step but the first, of the last that ended, its tokens and the
-transfer parameters that come with it, and the bytes that NIXL has pulled since the engine began.
+transfer parameters that come with it, the bytes that NIXL has pulled since the engine began, and,
+where a connector was named, the seconds of its scheduler hooks.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Answered(NamedTuple):
     tokens: list[int]
     transfer: dict[str, Any] | None
     pulled_bytes: float
+    hook_seconds: dict[str, float]
+    """By scheduler hook, of the connector that was named."""
 
 
 def _binding() -> str:
@@ -173,8 +176,9 @@ def main() -> None:
             cached = sum(output.num_cached_tokens or 0 for output in outputs)
             steps = [after - before for before, after in pairwise(ends)]
             last = list(outputs[-1].outputs[0].token_ids), outputs[-1].kv_transfer_params
-            line = ends[-1] - began, sum(first) / len(first), cached, steps, *last, _pulled(llm)
-            answers.write(json.dumps(line) + "\n")
+            hooks = llm.collective_rpc("take_hook_times")[0] if job["connector"] else {}
+            means = ends[-1] - began, sum(first) / len(first)
+            answers.write(json.dumps((*means, cached, steps, *last, _pulled(llm), hooks)) + "\n")
             answers.flush()
         llm.llm_engine.engine_core.shutdown()
 

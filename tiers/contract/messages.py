@@ -86,8 +86,9 @@ NO_PART = PromptPart()
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Blocks of one request in flight into a tier. `generation`: that of their keys. `adapter`:
-    what they were computed with (see `RequestMark`). `part`: where they are in its prompt."""
+    """Blocks in flight into a tier, of one request or a few of several. `generation`: that of their
+    keys. `adapter`: what they were computed with (see `RequestMark`). `part`: where they are in the
+    one request's prompt."""
 
     job_id: int
     items: list[StoreItem]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.scheduled import Step
 from tests.support.clock import Clock
-from tests.support.fake_requests import FakeRequest, first_step
+from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep, first_step
 from tiers.connector.policy.request_state import (
     NO_BLOCKS,
     RequestTable,
@@ -13,6 +14,7 @@ from tiers.connector.policy.request_state import (
     lookup_seconds,
 )
 from tiers.contract.engine_info import EngineInfo
+from tiers.lab.replay.requests import CachedRequests
 
 
 def test_lookups_and_loads_of_all_tiers_count_together() -> None:
@@ -83,3 +85,18 @@ def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
         table.begin_step(first_step(request.request_id, before, 1))
     first, other = (table.of(request).omitted for request in requests)
     assert (first, other) == (omitted, ())
+
+
+def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a_prompt() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    request_state = table.of(FakeRequest("r", block_hashes=[b"a", b"b"]))
+    request_state.prompt_tokens = 6
+    table.begin_step(FakeStep({"r": 5}, FakeNewRequest("r", 0, ([3, 4],))))
+    found = []
+    for before in (5, 6, 7):
+        again = CachedRequests(["r"], set(), [None], [before])
+        step = table.begin_step(Step([], {"r": 1}, again))
+        found.append((step.prompt_tokens, [run.complete for run in step.scheduled]))
+        assert step.overwritten == {4}, "whoever reads it yet must have ended"
+    assert found == [(1, [1]), (0, []), (0, [2])]
+    assert request_state.computed == 8

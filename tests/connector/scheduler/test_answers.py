@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import pytest
 
 from bench.scheduled import Output, Step
-from bench.scheduler import NAMESPACE, PAYLOAD, TOKENS, Prompt
+from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.kept import kept
@@ -23,10 +25,17 @@ from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation, space_of
-from tiers.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
+from tiers.contract.messages import (
+    JobResult,
+    OffloadingWorkerMetadata,
+    PromptPart,
+    StoreJob,
+    WorkerHandshake,
+)
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import slot_stride
 from tiers.lab.replay.requests import CachedRequests, NewRequest
+from tiers.store import batch_blocks
 from tiers.testing import GivenSpec
 
 RANKS = 2
@@ -52,21 +61,25 @@ def _closes_halves() -> Iterator[None]:
 class Halves:
     """The scheduler halves of a chain, whose stores end in the step that begins them."""
 
-    def __init__(self, cpu_blocks: int, load: LoadPolicy = "stitched") -> None:
+    def __init__(
+        self, cpu_blocks: int, load: LoadPolicy = "stitched", in_flight: int = 1 << 20
+    ) -> None:
+        """`in_flight`: blocks that the index takes at once."""
         self.clock, self.index = Clock(100.0), IndexedNames()
         slot = slot_stride(PAYLOAD) * RANKS
-        chain = ChainSpec(
+        most = in_flight * slot
+        spec = ChainSpec(
             version=1,
             load_when="always",
             load_policy=load,
             staging=4 * BLOCKS * slot,
             tiers=(
                 CpuSpec(capacity=cpu_blocks * slot),
-                IndexSpec(type="index", name="index", max_inflight=1 << 40).over(self.index),
+                IndexSpec(type="index", name="index", max_inflight=most).over(self.index),
             ),
         )
         engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
-        self.chain = open_scheduler(chain, engine, self.clock)
+        self.chain = open_scheduler(spec, engine, self.clock)
         MADE.append(self)
         shakes = {rank: WorkerHandshake(rank, SPACES[rank], PAYLOAD) for rank in range(RANKS)}
         self.hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
@@ -237,15 +250,80 @@ def test_what_a_step_completes_of_all_requests_is_asked_for_at_once() -> None:
     each = {prompt.request_id: 5 * TOKENS for prompt in prompts}
     orders = halves.chain.build_connector_meta(Step(new, each))
     assert halves.index.calls == 0, "the tier remembers what it has stored, and what it missed"
+    lacks = [one.block_hashes[4 if one is prompts[3] else 0 : 5] for one in prompts]
     for one in orders.metadata:
-        for prompt, job in zip(prompts, one.reqs_to_store, strict=True):
-            lacks = prompt.block_hashes[4 if prompt is prompts[3] else 0 : 5]
-            assert [item.key[: len(lacks[0])] for item in job.items] == lacks
+        (job,) = one.reqs_to_store
+        assert [item.key[:HASH_BYTES] for item in job.items] == [*chain.from_iterable(lacks)]
     names, before = [*each], [5 * TOKENS] * 6
     again = CachedRequests(names, set(), [None] * 6, before)
     halves.chain.build_connector_meta(Step([], dict.fromkeys(names, TOKENS), again))
     assert halves.index.asked == 6
     assert halves.index.calls <= RANKS
+
+
+def _begin(halves: Halves, prompts: Sequence[Prompt], blocks: int) -> list[list[StoreJob]]:
+    """Requests compute so many blocks in one step; what each tier is to store."""
+    for prompt in prompts:
+        halves.ask(prompt)
+        halves.chain.update_state_after_alloc(prompt, prompt, 0)
+    new = [NewRequest(prompt.request_id, prompt.get_block_ids(), 0) for prompt in prompts]
+    each = {prompt.request_id: blocks * TOKENS for prompt in prompts}
+    orders = halves.chain.build_connector_meta(Step(new, each))
+    return [one.reqs_to_store for one in orders.metadata]
+
+
+def test_what_becomes_of_each_request_is_told_apart_in_a_job_of_several() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    prompts = [Prompt(number, BLOCKS) for number in range(3)]
+    (cpu,), (index,) = _begin(halves, prompts, blocks=2)
+    assert len(index.items) == 6
+    failed = {1, 4}  # the second block of the first request, the first one of the last
+    ends = [{cpu.job_id: JobResult(RANKS, {*range(6)})}, {index.job_id: JobResult(RANKS, failed)}]
+    halves.index.names |= halves._names([index.items[at].key for at in (0, 2, 3, 5)])
+    halves.hear([OffloadingWorkerMetadata(jobs=jobs) for jobs in ends])
+    assert [halves.ask_anew(number)[0] for number in range(3)] == [1, 2, 0]
+
+
+def test_a_job_has_what_one_call_of_a_store_takes_and_one_adapters_blocks() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    prompts = [Prompt(number, BLOCKS) for number in range(5)]
+    for prompt, adapter in zip(prompts, (b"", b"", b"", b"one", b"one"), strict=True):
+        state = halves.chain._requests.of(prompt)
+        state.mark = replace(state.mark, adapter=adapter)
+    assert batch_blocks(slot_stride(PAYLOAD)) == 64
+    jobs, *_ = _begin(halves, prompts, blocks=30)
+    assert [(len(job.items), job.adapter) for job in jobs] == [(60, b""), (30, b""), (60, b"one")]
+    halves.chain.reset_cache()
+    jobs, *_ = _begin(halves, [Prompt(7, BLOCKS), Prompt(8, BLOCKS)], blocks=BLOCKS)
+    assert [len(job.items) for job in jobs] == [BLOCKS, BLOCKS], "what is longer is a job by itself"
+
+
+def test_a_store_that_packs_prompts_has_a_job_for_each() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
+    manager.part = PromptPart
+    prompts = [Prompt(number, BLOCKS) for number in range(3)]
+    together, alone = _begin(halves, prompts, blocks=2)
+    assert [len(job.items) for job in together] == [6]
+    for prompt, job in zip(prompts, alone, strict=True):
+        assert [item.key for item in job.items] == job.part.keys[:2]
+        assert job.part.keys[0].startswith(prompt.block_hashes[0])
+
+
+def test_what_found_no_room_is_offered_again_in_a_step_that_completes_nothing() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS, in_flight=1)
+    prompt = Prompt(1, 3)
+    _, (job,) = _begin(halves, [prompt], blocks=3)
+    tokens = 3 * TOKENS + 1
+    for stored in (1, 1, 1, 0):
+        assert len(job.items) == stored
+        ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS)})
+        halves.hear([OffloadingWorkerMetadata(), ended])
+        again = CachedRequests([prompt.request_id], set(), [None], [tokens])
+        orders = halves.chain.build_connector_meta(Step([], {prompt.request_id: 1}, again))
+        (job,) = orders.metadata[1].reqs_to_store or [StoreJob(0, [])]
+        tokens += 1
+    assert not halves.chain._requests.step.scheduled, "all of it is stored"
 
 
 def test_changes_beyond_what_is_kept_are_looked_up() -> None:

@@ -39,7 +39,7 @@ def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
         elif rng.random() < 0.5:
             stored = [StoreItem(b"%d" % n, n, n) for n in range(blocks)]
             store = StoreJob(jobs.next_id(), stored)
-            jobs.begin(PendingStore(store, tier_request, "", [*range(blocks)], at_once=False))
+            jobs.begin(PendingStore(store))
             in_flight[store.job_id] = ("storing", blocks, 0)
         elif in_flight:
             job_id = rng.choice([*in_flight])

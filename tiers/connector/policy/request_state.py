@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 NO_BLOCKS = range(0)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RequestState:
     """What a chain knows of one request until that has finished.
 
@@ -59,7 +59,8 @@ class RequestState:
     `versions` are unchanged. `foreign_loaders`: the engine's own connectors that load it; `failed`:
     those that left it nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before
     it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself.
-    `cached`: tokens of its prompt that each tier loaded.
+    `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that had no room for
+    some of its blocks, which they are offered again.
     """
 
     request: Request
@@ -92,6 +93,7 @@ class RequestState:
     looking: dict[int, float] = field(default_factory=dict)
     tiers: dict[object, Any] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    waits: set[object] = field(default_factory=set)
 
     def given(self, tables: Iterable[Iterable[int]]) -> None:
         """The engine has given it these blocks, and no others."""
@@ -125,8 +127,9 @@ class Scheduled(NamedTuple):
 
 
 class EngineStep(NamedTuple):
-    """One step of the engine. `overwritten`: paged blocks that it writes, that were allocated for
-    loads since the step before, or in which that left a state."""
+    """One step of the engine. `scheduled`: its requests, but for those that answer and complete no
+    block, unless a tier waits to be offered theirs again. `overwritten`: paged blocks that it
+    writes, that were allocated for loads since the step before, or in which that left a state."""
 
     scheduled: list[Scheduled]
     overwritten: set[int]
@@ -333,10 +336,13 @@ class RequestTable:
             request_state = self._states.get(new.req_id)
             if request_state is not None:
                 request_state.given(new.block_ids)
-                after = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+                before = new.num_computed_tokens
+                request_state.computed = after = before + output.num_scheduled_tokens[new.req_id]
+                self.groups.add_written(overwritten, request_state.tables, before)
                 left = states.get(new.req_id, ())
-                self._runs(request_state, new.num_computed_tokens, after, left, is_new=True)
-        # Of an answer most steps complete no block and bring none: hundreds run in each step.
+                self._runs(request_state, before, after, left, is_new=True)
+        # Hundreds answer in each step, and most of those complete no block.
+        tokens, add_written = self.engine.block_tokens, self.groups.add_written
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, added, before in rows:
@@ -350,8 +356,15 @@ class RequestTable:
                 for table, more in zip(request_state.tables, added, strict=True):
                     table += more
             after = before + output.num_scheduled_tokens.get(request_id, 0)
-            left = states.get(request_id, ())
-            self._runs(request_state, before, after, left, is_resumed=is_resumed)
+            request_state.computed = after
+            add_written(overwritten, request_state.tables, before)
+            if (
+                after // tokens != request_state.complete
+                or before < request_state.prompt_tokens
+                or request_state.waits
+            ):
+                left = states.get(request_id, ())
+                self._runs(request_state, before, after, left, is_resumed=is_resumed)
         return self.step
 
     def _states_left(self, output: SchedulerOutput) -> dict[str, list[tuple[int, int]]]:
@@ -378,9 +391,6 @@ class RequestTable:
         is_new: bool = False,
         is_resumed: bool = False,
     ) -> None:
-        request_state.computed = after
-        for written in self.groups.written(request_state.tables, before):
-            self.step.overwritten.update(written)
         if is_new and request_state.scope == "computed":
             request_state.omitted = self._not_computed(request_state, before)
         if self._computed_since is not None:
@@ -402,7 +412,8 @@ class RequestTable:
         """Note what a step computes since the weights changed, and a request that begins with
         blocks of which some may be older."""
         assert self._computed_since is not None, "the engine's own cache was reset"
-        written = set().union(*self.groups.written(request_state.tables, before))
+        written = set[int]()
+        self.groups.add_written(written, request_state.tables, before)
         if begins:
             found = set().union(*request_state.tables) - written - {NULL_BLOCK}
             request_state.is_outdated |= not found <= self._computed_since

@@ -19,10 +19,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.scheduler.tier import TierRequest
-from tiers.contract.messages import JobResult, LoadJob, MoveJob, StoreJob
+from tiers.contract.messages import (
+    NO_PART,
+    JobResult,
+    LoadJob,
+    MoveJob,
+    PromptPart,
+    StoreJob,
+)
 
 
 @dataclass
@@ -39,18 +47,29 @@ class PendingLoad:
     result: JobResult = field(default_factory=JobResult)
 
 
-@dataclass
-class PendingStore:
-    """A store in flight. `tenant`, `tier_request`: of its request. `numbers[i]`: the key that item
-    i has among the request's. `at_once`: whether the job stores all keys that there are so far, in
-    one call of the store. `result`: of the ranks that have ended."""
+class StoreShare(NamedTuple):
+    """One request's blocks of a store. `numbers`: those that they have among the request's keys.
+    `at_once`: whether these are all keys that there are so far, in one call of the store."""
 
-    job: StoreJob
     tier_request: TierRequest
-    tenant: str
     numbers: list[int]
     at_once: bool
+
+
+@dataclass
+class PendingStore:
+    """A store in flight. `shares`: of its requests, in the order of its items. `result`: of the
+    ranks that have ended."""
+
+    job: StoreJob
+    shares: list[StoreShare] = field(default_factory=list)
     result: JobResult = field(default_factory=JobResult)
+
+    def takes(self, blocks: int, adapter: bytes, part: PromptPart, most: int) -> bool:
+        """Whether another request's blocks may be stored by the same job, of `most` at most."""
+        job = self.job
+        is_alike = job.adapter == adapter and job.part is part is NO_PART
+        return is_alike and len(job.items) + blocks <= most
 
 
 @dataclass

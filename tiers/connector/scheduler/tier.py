@@ -17,7 +17,7 @@ from tiers.wrappers.guard import FAILED, Health, warned
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(slots=True)
 class StoreOrder:
     """Whether a store will evict a request's blocks from their tail.
 
@@ -52,7 +52,7 @@ class StoreOrder:
         return True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class TierRequest:
     """What one tier keeps of a request; `request_state` is what the whole chain knows of it.
 

@@ -15,7 +15,7 @@ from tiers.connector.policy.request_state import (
     Scheduled,
 )
 from tiers.connector.policy.tenant_counts import tenant_of
-from tiers.connector.scheduler.jobs import Jobs, PendingStore
+from tiers.connector.scheduler.jobs import Jobs, PendingStore, StoreShare
 from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.contract.messages import StoreItem, StoreJob
@@ -54,6 +54,9 @@ class Offers(NamedTuple):
         kept = [row for row in rows if not any(row[0] // size in blocks for blocks in omitted)]
         return Offers(*zip(*kept, strict=True)) if kept else NO_OFFERS
 
+
+Taken = tuple[TierRequest, dict[int, StoreItem]]
+"""What a tier stores of a request, by number."""
 
 NO_OFFERS = Offers((), (), ())
 
@@ -148,11 +151,15 @@ class TierStores:
         new = [*self._new(step.scheduled)]
         # The tier is asked once for all requests, and not at all where no block is complete.
         misses = self._misses([key for _, _, offers in new for key in offers.keys])
-        jobs: list[StoreJob] = []
+        taken: list[Taken] = []
         for run, tier_request, offers in new:
             items = self._offer_again(tier_request, run) if tier_request.refused else {}
-            jobs += self._begin(tier_request, items | self._offer_new(tier_request, offers, misses))
-        jobs += self._offer_last(step.overwritten)
+            items |= self._offer_new(tier_request, offers, misses)
+            taken.append((tier_request, items))
+        last = self._offer_last(step.overwritten)
+        jobs = self._begin(taken + last)
+        for tier_request, _ in last:
+            self._touch_prefix(tier_request)
         reading = self._reading
         readers = sorted({reading[block] for block in step.overwritten & reading.keys()})
         for job in jobs:
@@ -168,7 +175,7 @@ class TierStores:
 
     def _new(self, runs: Sequence[Scheduled]) -> Iterator[tuple[Scheduled, TierRequest, Offers]]:
         """What a step completes of its requests, full blocks of known tokens; and those of which
-        blocks are offered again. In most steps of an answer it is neither."""
+        blocks are offered again."""
         tier = self._tier
         for run in runs:
             tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
@@ -196,6 +203,8 @@ class TierStores:
         if refused:
             waiting = {number: why for number, why in refused.items() if why in FOR_ROOM}
             tier_request.refused |= waiting
+            if waiting:
+                tier_request.request_state.waits.add(self._tier)
             self._refuse(tier_request, [why for why in refused.values() if why not in FOR_ROOM])
         return items
 
@@ -222,42 +231,56 @@ class TierStores:
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
         before = {number: waiting.pop(number) for number in over}
         self._refuse(tier_request, [refused[number] for number in over if number in refused])
+        if not waiting:
+            tier_request.request_state.waits.discard(self._tier)
         taken = (why for number, why in before.items() if number not in refused)
         self._admission.acceptance.taken_later(Counter(taken))
         return items
 
-    def _offer_last(self, overwritten: set[int]) -> Iterator[StoreJob]:
-        """Store what requests that have ended since the last step left to offer.
+    def _offer_last(self, overwritten: set[int]) -> list[Taken]:
+        """Take what requests that have ended since the last step left to offer.
 
         The engine has taken their blocks back. Those that it gives to others in this step would be
         gathered too late; the others are fenced from now on, like all that are being gathered.
         """
         ended, self._last_offers = self._last_offers, []
+        taken: list[Taken] = []
         for tier_request, left in ended:
             offers = left.without(overwritten)
             items = self._offer_new(tier_request, offers, self._misses(offers.keys))
             self._tier.count(**Counter(tier_request.refused.values()))  # there is no later step
             tier_request.order.finished = True
-            yield from self._begin(tier_request, items)
-            self._touch_prefix(tier_request)
+            taken.append((tier_request, items))
+        return taken
 
-    def _begin(self, tier_request: TierRequest, items: dict[int, StoreItem]) -> list[StoreJob]:
-        if not items:
-            return []
-        tier_request.order.in_flight += 1
-        self._tier.count(store_taken=len(items))
-        # Split in batches, the first block is stored, and evicted, first.
+    def _begin(self, taken: Sequence[Taken]) -> list[StoreJob]:
+        """Begin to store what was taken of each request. What one call of the store takes goes into
+        one job: hundreds answer, and a job of one block costs both halves as much as one of many.
+        """
         tier, requests = self._tier.open, self._tier.requests
         writers = 1 if tier.one_writer else requests.engine.world_size
-        whole = tier_request.offered * len(requests.groups)
-        at_once = len(items) == whole <= batch_blocks(max(1, tier.block_bytes // writers))
-        request_state, tag = tier_request.request_state, requests.generation.tag
-        adapter = request_state.mark.adapter
-        part = tier.manager.part(request_state.keys, list(items))
-        job = StoreJob(self._jobs.next_id(), list(items.values()), tag, adapter, part)
-        tenant = tenant_of(request_state.request)
-        self._jobs.begin(PendingStore(job, tier_request, tenant, list(items), at_once))
-        return [job]
+        most = batch_blocks(max(1, tier.block_bytes // writers))
+        stores: list[PendingStore] = []
+        for tier_request, items in taken:
+            if not items:
+                continue
+            tier_request.order.in_flight += 1
+            request_state, numbers = tier_request.request_state, list(items)
+            adapter = request_state.mark.adapter
+            part = tier.manager.part(request_state.keys, numbers)
+            if not stores or not stores[-1].takes(len(items), adapter, part, most):
+                job = StoreJob(self._jobs.next_id(), [], requests.generation.tag, adapter, part)
+                stores.append(PendingStore(job))
+            stores[-1].job.items.extend(items.values())
+            # Split in batches, the first block is stored, and evicted, first.
+            whole = tier_request.offered * len(requests.groups)
+            stores[-1].shares.append(
+                StoreShare(tier_request, numbers, at_once=len(items) == whole <= most)
+            )
+        for store in stores:
+            self._jobs.begin(store)
+            self._tier.count(store_taken=len(store.job.items))
+        return [store.job for store in stores]
 
     # -- what stores in flight hold ----------------------------------------------------------
 
@@ -305,25 +328,49 @@ class TierStores:
 
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
-        tier, manager, job = self._tier, self._tier.open.manager, store.job
-        tier_request, generation = store.tier_request, tier.requests.generation
-        failed = store.result.failed
-        tier.requests.tenants.count(store.tenant, tenant_stored_bytes=store.result.bytes)
-        self._admission.acceptance.failed(len(failed))
-        self._admission.rate.ended(len(job.items) - len(failed), store.result.seconds)
-        predecessors = manager.predecessors(tier_request.request_state.keys, store.numbers)
-        kept: list[bytes] = []
-        numbers: list[int] = []
+        tier, job, result = self._tier, store.job, store.result
+        self._admission.acceptance.failed(len(result.failed))
+        self._admission.rate.ended(len(job.items) - len(result.failed), result.seconds)
+        kept: list[dict[int, bytes]] = []
+        of_tenants: Counter[str] = Counter()
+        for share in store.shares:
+            kept.append(self._keep(store, share, sum(of_tenants.values())))
+            of_tenants[tenant_of(share.tier_request.request_state.request)] += len(share.numbers)
+        for tenant, blocks in of_tenants.items():
+            part = result.bytes * blocks // len(job.items)
+            tier.requests.tenants.count(tenant, tenant_stored_bytes=part)
+        tier.open.manager.stored([key for of_request in kept for key in of_request.values()])
+        for share, of_request in zip(store.shares, kept, strict=True):
+            self._note_kept(share, of_request)
+
+    def _note_kept(self, share: StoreShare, kept: dict[int, bytes]) -> None:
+        """The tier keeps these blocks of a request, of a store that has ended."""
+        tier, tier_request = self._tier, share.tier_request
+        self._hints.stored(tier_request, [*kept])
+        tenant = tenant_of(tier_request.request_state.request)
+        if beyond := tier.tenants.kept(tenant, kept.values(), tier.open.block_bytes):
+            tier.open.manager.drop(beyond, tier.requests.generation.tag)
+            tier.kv_events.lost(beyond)
+        tier_request.order.ended(len(share.numbers) if share.at_once else None)
+        self._touch_prefix(tier_request)
+
+    def _keep(self, store: PendingStore, share: StoreShare, first: int) -> dict[int, bytes]:
+        """Take in how the blocks of a request ended, from item `first` of the job on; return the
+        keys of those that the tier keeps, by number."""
+        tier, manager, job, result = self._tier, self._tier.open.manager, store.job, store.result
+        generation, numbers = tier.requests.generation, share.numbers
+        request_state = share.tier_request.request_state
+        predecessors = manager.predecessors(request_state.keys, numbers)
+        kept: dict[int, bytes] = {}
         # The first last, so that it counts as used last: predecessors must outlive their tail.
-        for index in reversed(range(len(job.items))):
-            item, number = job.items[index], store.numbers[index]
+        for index in reversed(range(first, first + len(numbers))):
+            item, number = job.items[index], numbers[index - first]
             if generation.owns(item.key):
                 before = predecessors.get(item.key)
-                if manager.complete_store(item.key, item.slot, index not in failed, before):
-                    if index not in store.result.already_stored:
+                if manager.complete_store(item.key, item.slot, index not in result.failed, before):
+                    if index not in result.already_stored:
                         tier.kv_events.stored(item.key, number)
-                    kept.append(item.key)
-                    numbers.append(number)
+                    kept[number] = item.key
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([item.key], job.generation)
             self._keys.discard(item.key)
@@ -331,15 +378,8 @@ class TierStores:
             self.slots_pinned -= 1
             if item.source is not None and self._reading.get(item.source) == job.job_id:
                 del self._reading[item.source]
-        manager.stored(kept)
-        tier.kv_events.announce_stored(tier_request.request_state)
-        self._hints.stored(tier_request, numbers)
-        beyond = tier.tenants.kept(store.tenant, kept, tier.open.block_bytes)
-        if beyond:
-            manager.drop(beyond, generation.tag)
-            tier.kv_events.lost(beyond)
-        tier_request.order.ended(len(store.numbers) if store.at_once else None)
-        self._touch_prefix(tier_request)
+        tier.kv_events.announce_stored(request_state)
+        return kept
 
     def _touch_prefix(self, tier_request: TierRequest) -> None:
         """Have the tail evicted first, of a prefix that was stored in steps."""
