@@ -51,6 +51,7 @@ def test_a_table_and_the_numbers(kvtiers: Kvtiers, trace: Path, tmp_path: Path) 
         "hits": 393,
         "hit_ratio": 0.9825,
         "token_ratio": round(393 * 16 / 7000, 6),
+        "from_second_use": 0.965,
         "first_half": None,
         "second_half": None,
     }
@@ -71,9 +72,11 @@ def test_a_chains_tiers_are_marked(kvtiers: Kvtiers, trace: Path, tmp_path: Path
     chain.write_text(CHAIN)
     ran = kvtiers("curve", trace, "--chain", chain)
     marked = [line for line in ran.out.splitlines() if "<-" in line]
-    assert [line.split("<- ")[1] for line in marked] == ["cpu", "disk"]
+    assert [line.split("<- ")[1] for line in marked] == ["cpu", "disk (2nd use)"]
     assert marked[0].split()[:2] == ["2MiB", "2"]
     assert ran.err == "redis is not marked: its YAML has no maxmemory\n"
+    ran = kvtiers("curve", trace, "--chain", chain, "--largest", "8MiB")
+    assert "disk is not marked: its size is beyond --largest" in ran.err
 
 
 def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> None:
@@ -104,10 +107,18 @@ def test_what_was_skipped_is_said(kvtiers: Kvtiers, trace: Path) -> None:
     assert ran.err.startswith("1 bad lines\n")
 
 
-def test_a_place_that_is_none_is_refused(kvtiers: Kvtiers, trace: Path) -> None:
-    ran = kvtiers("curve", trace, "--json", "/none/such/out.json")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--largest", "much"], "--largest much: use one of B, kB"),
+        (["--json", "/none/such/out.json"], "/none/such/out.json: its folder is not there"),
+        (["--largest", "0"], "--largest 0: write more than zero"),
+    ],
+)
+def test_what_is_refused(kvtiers: Kvtiers, trace: Path, arguments: list[str], why: str) -> None:
+    ran = kvtiers("curve", trace, *arguments)
     assert (ran.status, ran.out) == (2, "")
-    assert "/none/such/out.json: its folder is not there" in ran.err
+    assert why in ran.err
 
 
 def test_a_trace_without_full_blocks(kvtiers: Kvtiers, trace: Path) -> None:

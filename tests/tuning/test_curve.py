@@ -47,6 +47,18 @@ def replayed(prompts: Iterable[Sequence[int]], size: int) -> int:
     return hits
 
 
+def replayed_from_second_use(prompts: Iterable[Sequence[int]], size: int, memory: int) -> int:
+    cache, used_once, used_again = Cache(size), Cache(memory), Cache(memory)
+    hits = 0
+    for blocks in prompts:
+        stored = blocks[: max(used_once.leading(blocks), used_again.leading(blocks))]
+        hits += cache.leading(blocks)
+        cache.touch(stored)
+        used_again.touch(stored)
+        used_once.touch(blocks)
+    return hits
+
+
 def request(blocks: Sequence[int]) -> TraceRequest:
     return TraceRequest(0.0, 16 * len(blocks) + 3, 1, blocks)
 
@@ -77,8 +89,11 @@ def test_no_difference_from_replay_at_any_size(prompts: Prompts) -> None:
     curves = measure(map(request, prompts), 16)
     distinct = len({block for blocks in prompts for block in blocks})
     assert curves.distinct == distinct
+    assert curves.second_use is not None
     for size in range(distinct + 2):
         assert curves.all.hits(size) == replayed(prompts, size)
+        expected = replayed_from_second_use(prompts, size, distinct + 1)
+        assert curves.second_use.hits(size) == expected
     assert curves.all.references == sum(map(len, prompts))
     assert curves.all.hits(curves.all.useful) == curves.all.hits(distinct)
     if curves.all.useful:
@@ -86,9 +101,22 @@ def test_no_difference_from_replay_at_any_size(prompts: Prompts) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _renumber_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def _trim_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make short traces go through what long ones need."""
     monkeypatch.setattr("tiers.tuning.curve.SLACK", 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TRACES, st.integers(1, 12))
+def test_no_difference_where_memory_is_bounded(prompts: Prompts, largest: int) -> None:
+    curves = measure(map(request, prompts), 16, largest)
+    assert curves.second_use is not None
+    for size in range(largest + 1):
+        assert curves.all.hits(size) == replayed(prompts, size)
+        expected = replayed_from_second_use(prompts, size, largest)
+        assert curves.second_use.hits(size) == expected
+    with pytest.raises(ValueError, match="the curve ends at"):
+        curves.all.hits(largest + 1)
 
 
 @settings(max_examples=50, deadline=None)
@@ -96,13 +124,18 @@ def _renumber_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_are_stored_and_are_no_references(prompts: Prompts) -> None:
     requests = [answered(blocks) for blocks in prompts]
     curves = measure(requests, 16)
+    assert curves.second_use is not None
     assert curves.all.references == sum(len(one.blocks) for one in requests)
     for size in (1, 4, 9, 99):
-        cache, hits = Cache(size), 0
+        cache, later, used = Cache(size), Cache(size), Cache(1000)
+        hits = hits_later = 0
         for blocks, one in zip(prompts, requests, strict=True):
             hits += cache.leading(one.blocks)
             cache.touch(blocks)
-        assert curves.all.hits(size) == hits
+            hits_later += later.leading(one.blocks)
+            later.touch(blocks[: used.leading(blocks)])
+            used.touch(blocks)
+        assert (curves.all.hits(size), curves.second_use.hits(size)) == (hits, hits_later)
 
 
 @settings(max_examples=50, deadline=None)
@@ -121,10 +154,16 @@ def test_halves_sum_up(prompts: Prompts) -> None:
         assert first.hits(size) + second.hits(size) == curves.all.hits(size)
 
 
-def test_memory_is_bounded_by_the_different_blocks() -> None:
-    stack = PrefixStack()
+@pytest.mark.parametrize("largest", [10, 100])
+def test_memory_is_bounded_by_the_largest_size(largest: int) -> None:
+    stack = PrefixStack(largest)
     for number in range(20_000):
-        stack.touch([-1, number % 50], 2)
+        stack.touch([-1, *range(number * 5, number * 5 + 5)])
+        assert len(stack) <= 2 * largest + 10
+        assert len(stack._records) <= 2 * (len(stack) + 10)
+    # The other way to grow: the same prompt again and again, so that no block is ever dropped.
+    for _ in range(20_000):
+        stack.touch([-1, 0])
         assert len(stack._records) <= 2 * (len(stack) + 10)
 
 
@@ -144,7 +183,7 @@ def test_ids_of_single_blocks_are_refused(prompts: Prompts) -> None:
 @given(st.lists(st.lists(st.integers(0, 9), unique=True), max_size=30))
 def test_ids_that_make_no_sense_never_break_it(prompts: Prompts) -> None:
     try:
-        curves = measure(map(request, prompts), 16)
+        curves = measure(map(request, prompts), 16, 4)
     except TraceError:
         return
     assert 0 <= curves.all.hits(4) <= curves.all.references
@@ -158,5 +197,7 @@ def test_the_conversation_trace() -> None:
     curves = measure(trace, trace.header.block_tokens)
     assert (curves.all.references, curves.distinct) == (276_491, 170_899)
     assert round(curves.all.ratio(170_899), 4) == 0.3819
+    assert curves.second_use is not None
     for size in (1_709, 34_180):
         assert curves.all.hits(size) == replayed(prompts, size)
+    assert curves.second_use.hits(8_545) == replayed_from_second_use(prompts, 8_545, 170_899)

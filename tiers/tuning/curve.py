@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from tiers.errors import TraceError
@@ -14,7 +15,7 @@ from tiers.traces.trace import TraceRequest
 
 INDEX, START, END = range(3)
 SLACK = 1000
-"""Few requests are not worth renumbering."""
+"""Few blocks or requests are not worth dropping or renumbering."""
 _Record = list[int]
 """A request: its index in the tree, and from which to which depth it was the last to touch the
 blocks of its prompt. Later requests take a prompt's blocks from the first on, so it is a range."""
@@ -32,12 +33,16 @@ class PrefixStack:
     stack. The ends of a run are found by galloping, since the request that touched a block last is
     never younger further down a prompt. A Fenwick tree over requests counts the blocks above a run.
 
-    It keeps three integers for each request that was the last to touch a block. Used by one thread.
+    `bound`: a position beyond it is like that of a block never seen. It keeps at most twice as many
+    blocks, 1,000 and a prompt's, and three integers for each request that was the last to touch
+    one. Used by one thread.
 
     The run as a unit is ours.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bound: int | None = None) -> None:
+        self._bound = sys.maxsize if bound is None else bound
+        self._most = sys.maxsize if bound is None else 2 * bound + SLACK
         self._last: dict[int, _Record] = {}
         self._records: list[_Record] = []
         self._tree = Fenwick()
@@ -50,34 +55,42 @@ class PrefixStack:
         """Blocks remembered."""
         return len(self._last)
 
-    def touch(self, blocks: Sequence[int], counted: int) -> None:
-        """Count the positions of a request's blocks, and touch them.
+    def touch(
+        self, blocks: Sequence[int], at_least: int | None = None, counted: int | None = None
+    ) -> int:
+        """Count the positions of a request's blocks, touch them, and return how many had one.
 
+        `at_least`: touch only this many of the first blocks, and those that have a position.
         `counted`: count only this many of the first blocks, the prompt's; the answer's follow.
         Raises TraceError where it notices that an id stands for a block after two prefixes.
         """
         last, tree, length = self._last.get, self._tree, len(blocks)
-        newest, total, depth = len(tree), self._blocks, 0
+        newest, total, depth, known = len(tree), self._blocks, 0, 0
+        touched = length if at_least is None else min(at_least, length)
         while depth < length and (record := last(blocks[depth])) is not None:
             index, start, stop = record
             if start != depth:
                 raise _no_prefix(blocks[depth])
-            end = _run_end(last, blocks, depth, record)
+            end = length if last(blocks[-1]) is record else _run_end(last, blocks, depth, record)
             first = 1 if index == newest else total - tree.up_to(index) + 1
-            if depth < counted:
-                self._firsts.append(first)
-                self._behinds.append(first + min(end, counted) - depth)
+            if first <= self._bound:
+                known = self._count(first, depth, end, counted)
+                touched = known if known > touched else touched
             # The runs further down belong to older requests: taking this one changes none of
             # their positions, which `total` and the tree up to them give.
-            record[1] = end
-            tree.add(index, depth - end)
-            self._live -= end == stop
-            self._blocks -= end - depth
+            taken_to = end if end < touched else touched
+            if taken_to <= depth:
+                break
+            record[1] = taken_to
+            tree.add(index, depth - taken_to)
+            self._live -= taken_to == stop
+            self._blocks -= taken_to - depth
             depth = end
-        if depth < length and last(blocks[-1]) is not None:
+        if depth < touched == length and last(blocks[-1]) is not None:
             raise _no_prefix(blocks[-1])
-        if blocks:
-            self._add(blocks)
+        if touched:
+            self._add(blocks if touched == length else blocks[:touched])
+        return known
 
     def positions(self) -> tuple[Counter[int], Counter[int]]:
         """How many runs of positions began at each position, and behind which they ended, since
@@ -85,6 +98,16 @@ class PrefixStack:
         found = Counter(self._firsts), Counter(self._behinds)
         self._firsts, self._behinds = [], []
         return found
+
+    def _count(self, first: int, depth: int, end: int, counted: int | None) -> int:
+        """Count a run's positions up to the bound; return the depth behind them."""
+        behind = known = min(first + end - depth, self._bound + 1)
+        if counted is not None:
+            behind = min(behind, first + counted - depth)
+        if first < behind:
+            self._firsts.append(first)
+            self._behinds.append(behind)
+        return depth + known - first
 
     def _add(self, blocks: Sequence[int]) -> None:
         """Make a new request the one that touched these blocks last."""
@@ -95,17 +118,32 @@ class PrefixStack:
         self._live += 1
         self._tree.append(len(blocks))
         if len(self._records) > 2 * self._live + SLACK:
-            self._renumber()
+            self._renumber([one for one in self._records if one[START] < one[END]])
+        if len(self._last) > self._most:
+            self._trim()
 
-    def _renumber(self) -> None:
-        """Keep the requests alone that were the last to touch a block, in their order."""
-        self._records = records = [one for one in self._records if one[START] < one[END]]
+    def _renumber(self, records: list[_Record]) -> None:
+        """Keep these requests alone, in their order."""
+        self._records = records
         self._live = len(records)
         sizes = [one[END] - one[START] for one in records]
         self._blocks = sum(sizes)
         self._tree = Fenwick(sizes)
         for index, record in enumerate(records, 1):
             record[INDEX] = index
+
+    def _trim(self) -> None:
+        """Drop the blocks of requests that lie deeper than the bound as a whole."""
+        kept: list[_Record] = []
+        above = 0
+        for record in reversed(self._records):
+            if above >= self._bound:
+                break
+            kept.append(record)
+            above += record[END] - record[START]
+        oldest = kept[-1][INDEX]
+        self._last = {key: one for key, one in self._last.items() if one[INDEX] >= oldest}
+        self._renumber([one for one in reversed(kept) if one[START] < one[END]])
 
 
 def _run_end(
@@ -141,14 +179,15 @@ _OFTEN = 1023
 
 @dataclass(frozen=True)
 class HitCurve:
-    """Hits against size in blocks, for one part of a trace: each block is stored when it is first
-    computed."""
+    """Hits against size in blocks, for one part of a trace under one rule of storing."""
 
     requests: int
     tokens: int
     """Prompt tokens of the requests."""
     references: int
     """Full blocks of their prompts."""
+    largest: int | None
+    """The size up to which it is exact; None: every size."""
     _starts: Sequence[int]
     """Positions from which on the number of references a position changes."""
     _below: Sequence[int]
@@ -157,7 +196,9 @@ class HitCurve:
     """References at each position from there on."""
 
     def hits(self, size: int) -> int:
-        """Blocks served by a cache of `size` blocks."""
+        """Blocks served by a cache of `size` blocks. Raises ValueError beyond `largest`."""
+        if self.largest is not None and size > self.largest:
+            raise ValueError(f"the curve ends at {self.largest} blocks")
         at = bisect_right(self._starts, size) - 1
         if at < 0:
             return 0
@@ -169,7 +210,7 @@ class HitCurve:
 
     @property
     def useful(self) -> int:
-        """The smallest size that serves as much as any larger one."""
+        """The smallest size that serves as much as any larger one (up to `largest`)."""
         return self._starts[-1] - 1 if self._starts else 0
 
 
@@ -177,10 +218,13 @@ class HitCurve:
 class Curves:
     block_tokens: int
     all: HitCurve
+    """Every block is stored when it is first computed."""
+    second_use: HitCurve | None
+    """A block is stored when it is computed for the second time (`store_threshold: 2`)."""
     halves: tuple[HitCurve, HitCurve] | None
     """`all`, of the first and the second half of the requests; the second begins warm."""
-    distinct: int
-    """Different blocks."""
+    distinct: int | None
+    """Different blocks, where no bound forbids to know them all."""
 
 
 @dataclass
@@ -200,7 +244,7 @@ class _Part:
         sums = (self.requests + later.requests, self.tokens + later.tokens)
         return _Part(*sums, self.references + later.references, changes)
 
-    def curve(self) -> HitCurve:
+    def curve(self, largest: int | None) -> HitCurve:
         starts, below, slopes = [], [], []
         slope = count = before = 0
         for position in sorted(self.changes):
@@ -212,7 +256,7 @@ class _Part:
                 starts.append(position)
                 below.append(count)
                 slopes.append(slope)
-        return HitCurve(self.requests, self.tokens, self.references, starts, below, slopes)
+        return HitCurve(self.requests, self.tokens, self.references, largest, starts, below, slopes)
 
 
 class _Parts:
@@ -257,24 +301,42 @@ class _Parts:
         return first, second
 
 
-def measure(requests: Iterable[TraceRequest], block_tokens: int) -> Curves:
+def measure(
+    requests: Iterable[TraceRequest],
+    block_tokens: int,
+    largest: int | None = None,
+    second_use: bool = True,
+) -> Curves:
     """Measure a trace's curves in one pass. Blocks of answers are stored where they were recorded.
 
-    In memory is an integer and a reference to its request for each different block, and the counts
-    of 16 parts, of a number for each position at most. Raises TraceError, from the trace or where
-    ids do not stand for whole prefixes.
+    `largest`: the largest size to ask for, in blocks. It bounds memory: to four times as many
+    blocks, each with an integer and a reference to its request, and to the counts of 16 parts, of
+    a number for each position at most. A block's first use is then dropped when as many others were
+    used since; without it all is kept.
+
+    Raises TraceError, from the trace or where ids do not stand for whole prefixes.
     """
-    stack, parts = PrefixStack(), _Parts()
-    for request in requests:
-        prompt = len(request.blocks)
-        stack.touch([*request.blocks, *request.answer_blocks], prompt)
-        parts.add(request, stack)
-    first, second = parts.halves(stack)
+    every, later = PrefixStack(largest), PrefixStack(largest)
+    parts, changes = _Parts(), Counter[int]()
+    for done, request in enumerate(requests, 1):
+        blocks, prompt = request.blocks, None
+        if request.answer_blocks:
+            blocks, prompt = [*blocks, *request.answer_blocks], len(blocks)
+        known = every.touch(blocks, counted=prompt)
+        if second_use:
+            later.touch(blocks, known, prompt)
+        parts.add(request, every)
+        if not done & _OFTEN:
+            _collect(changes, later)
+    _collect(changes, later)
+    first, second = parts.halves(every)
+    total = first.joined(second)
     return Curves(
         block_tokens,
-        first.joined(second).curve(),
-        (first.curve(), second.curve()) if second.requests else None,
-        len(stack),
+        total.curve(largest),
+        replace(total, changes=changes).curve(largest) if second_use else None,
+        (first.curve(largest), second.curve(largest)) if second.requests else None,
+        len(every) if largest is None else None,
     )
 
 

@@ -22,6 +22,8 @@ class TierMark(NamedTuple):
 
     name: str
     blocks: int
+    from_second_use: bool
+    """It stores a block from its second request on."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Row:
     hit_ratio: float
     token_ratio: float
     """Of all prompt tokens, partial last blocks included."""
+    from_second_use: float | None
     first_half: float | None
     second_half: float | None
 
@@ -56,10 +59,14 @@ class CurveReport:
 
     def table(self) -> str:
         """The rows as text; a chain's tiers are named."""
-        head = ["size", "blocks", "tokens", "hits", "of tokens", "1st half", "2nd half"]
+        head = ["size", "blocks", "tokens", "hits", "of tokens", "2nd use", "1st half", "2nd half"]
         rows = self.rows()
         lines = aligned([head, *([*self._cells(row)] for row in rows)], left=0)
-        marks = [f"  <- {row.tier}" if row.tier else "" for row in rows]
+        second = {mark.name for mark in self.marks if mark.from_second_use}
+        marks = [
+            f"  <- {row.tier}{' (2nd use)' if row.tier in second else ''}" if row.tier else ""
+            for row in rows
+        ]
         return "\n".join([lines[0], *map(str.__add__, lines[1:], marks)])
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +104,7 @@ class CurveReport:
             hits,
             round(curves.all.ratio(blocks), 6),
             round(tokens / curves.all.tokens, 6) if curves.all.tokens else 0.0,
+            ratio(curves.second_use),
             ratio(first),
             ratio(second),
         )
@@ -107,7 +115,7 @@ class CurveReport:
         yield f"{row.tokens:,}"
         yield f"{row.hit_ratio:.2%}"
         yield f"{row.token_ratio:.2%}"
-        for ratio in (row.first_half, row.second_half):
+        for ratio in (row.from_second_use, row.first_half, row.second_half):
             yield "-" if ratio is None else f"{ratio:.2%}"
 
     @property
@@ -126,7 +134,9 @@ class CurveReport:
         yield self._most
 
 
-def marks_of(tiers: Sequence[OffloadingSpec], block_bytes: int) -> tuple[list[TierMark], list[str]]:
+def marks_of(
+    tiers: Sequence[OffloadingSpec], block_bytes: int, largest: int | None
+) -> tuple[list[TierMark], list[str]]:
     """The tiers of a chain by size in blocks, and for each that can't be shown why."""
     marks, without = [], []
     for tier in tiers:
@@ -134,8 +144,10 @@ def marks_of(tiers: Sequence[OffloadingSpec], block_bytes: int) -> tuple[list[Ti
         if capacity is None:
             key = size_key(type(tier)) or "capacity"
             without.append(f"{name} is not marked: its YAML has no {key}")
+        elif largest is not None and capacity // block_bytes > largest:
+            without.append(f"{name} is not marked: its size is beyond --largest")
         elif capacity < block_bytes:
             without.append(f"{name} is not marked: a block of {block_bytes} bytes does not fit")
         else:
-            marks.append(TierMark(name, capacity // block_bytes))
+            marks.append(TierMark(name, capacity // block_bytes, tier.store_threshold >= 2))
     return marks, without

@@ -63,7 +63,7 @@ def growing(count: int) -> list[TraceRequest]:
 
 
 def growth_of(traffic: list[TraceRequest]) -> str | None:
-    return growth(measure(traffic, BLOCK_TOKENS))
+    return growth(measure(traffic, BLOCK_TOKENS, second_use=False))
 
 
 def test_traffic_that_grows_is_told_from_traffic_that_does_not() -> None:

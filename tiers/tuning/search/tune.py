@@ -110,7 +110,7 @@ def tune(
     split = options.split if options.judge is None else replace(options.split, searched=1.0)
     searched = requests[: int(len(requests) * split.searched)]
     block_bytes = block_tokens * budget.machine.kv_bytes_per_token
-    curves = measure(searched, block_tokens)
+    curves = measure(searched, block_tokens, second_use=False)
     grows = growth(curves)
     now = None if present is None else present_chain(present, budget)
     sizes = worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes))
