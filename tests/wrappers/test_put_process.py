@@ -862,7 +862,8 @@ def test_an_engine_loads_what_another_process_stored(
     monkeypatch.setattr(
         put_process._Process, "has_answered", lambda *_: True
     )  # else some are put here
-    chain = chain_of(cpu(12), disk(tmp_path / "kv", "4MiB", store_process=how))
+    tier = disk(tmp_path / "kv", "4MiB", store_process=how, deadline="60s")
+    chain = chain_of(cpu(12), tier)
     engine = ReplayEngine(chain, MODEL, num_blocks=20, batch_tokens=64)
     for prompt, max_tokens in workload(seed=3):
         request = engine.add(prompt, max_tokens)
@@ -898,33 +899,28 @@ def test_metrics_say_that_the_engine_puts_what_a_process_was_to_put(
 @pytest.mark.fault
 def test_metrics_say_that_a_put_hangs_until_another_process_puts(tmp_path: Path) -> None:
     """Meanwhile answers are right, and the other tier stores all."""
-    tiers = cpu(400), disk(tmp_path / "kv", "4MiB", store_process="always", deadline="0.5s")
+    tiers = cpu(400), disk(tmp_path / "kv", "4MiB", store_process="always", deadline="1s")
     with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=40)) as engine:
+        asked = itertools.count()
 
-        def ask(first: int) -> None:
-            prompt = [first] * 40
-            assert engine.generate(prompt, 2).output == answer(MODEL, prompt, 2)
+        def ask_until(is_over: Callable[[], bool]) -> None:
+            while not is_over():
+                prompt = [next(asked)] * 40
+                assert engine.generate(prompt, 2).output == answer(MODEL, prompt, 2)
 
         worker: Any = engine.workers[0]
         store: PutsApart = worker.connector.children[1]._store.now()
         wait_until(lambda: store._process is None or store._process.has_answered())
-        ask(0)
-        engine.settle()
-        assert shown(engine) == ("open", 1)
+        ask_until(lambda: measured(engine, "stored_blocks", "disk") > 0)
+        ask_until(lambda: shown(engine) == ("open", 1))
         os.kill(number(store), signal.SIGSTOP)
-        asked = itertools.count(1)
-        while shown(engine) != ("degraded", 0):
-            ask(next(asked))
-        while shown(engine) != ("open", 1):
-            ask(next(asked))
-        engine.settle()
+        ask_until(lambda: shown(engine) == ("degraded", 0))
+        ask_until(lambda: shown(engine) == ("open", 1))
         assert measured(engine, "store_failures", "disk") > 0
         assert measured(engine, "tier_failures", "disk") > 0
         assert measured(engine, "store_failures", "cpu") == 0
         before = measured(engine, "stored_blocks", "disk")
-        ask(next(asked))
-        engine.settle()
-        assert measured(engine, "stored_blocks", "disk") > before
+        ask_until(lambda: measured(engine, "stored_blocks", "disk") > before)
 
 
 @pytest.mark.parametrize("has_device", [True, False])
