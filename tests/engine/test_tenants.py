@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.disk.disk_store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
+from tiers.store import Block
+from tiers.testing import GivenSpec, MemoryStore
 
 PROMPT = list(range(100, 141))
 RIGHT = answer(MODEL, PROMPT, 4, 1)
@@ -147,6 +150,34 @@ def test_sums_over_tenants_are_those_over_tiers_whatever_happens_to_requests(
     assert sum(measured(made, "load_failures", tier) for tier in ("cpu", "disk")) > 0
     cached = sum(sum(one["kvtiers"]["cached_tokens"].values()) for one in reported if one)
     assert 0 < cached <= sum(measured(made, "loaded_tokens", t) for t in ("cpu", "disk"))
+
+
+def test_whose_blocks_a_store_took_counts_what_was_stored(
+    engine: Callable[..., ReplayEngine],
+) -> None:
+    """Of several tenants' in one job: not what another's should have been."""
+
+    class Refuses(MemoryStore):
+        def put(self, blocks: Sequence[Block]) -> list[bool]:
+            took = [number > 1 for number in range(len(blocks))]
+            held = iter(super().put([*compress(blocks, took)]))
+            return [taken and next(held) for taken in took]
+
+    store = Refuses()
+    far = GivenSpec(type="given", name="far").over(store)
+    made = engine(
+        chain_of(cpu(), tenants={"one": {"name": "one"}}).model_copy(update={"tiers": (far,)}),
+        prefix_caching=False,
+    )
+    asked = {salt: [made.add(PROMPT[n:7], 1, salt) for n in range(3)] for salt in ("one", "two")}
+    made.run()
+    made.settle()
+    of_each = {"one": TENANT + "one", "two": TENANT + OTHER_TENANTS}
+    for salt, entry in of_each.items():
+        hashes = [key for request in asked[salt] for key in request.block_hashes]
+        there = sum(store.has(names(made, hashes)))
+        assert measured(made, "tenant_stored_bytes", entry) == there * MODEL.payload_bytes
+    assert measured(made, "store_failures", "far") > 0
 
 
 @pytest.mark.parametrize(

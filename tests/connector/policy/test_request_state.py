@@ -13,7 +13,7 @@ from tiers.connector.policy.request_state import (
     WaitBudget,
     lookup_seconds,
 )
-from tiers.contract.engine_info import EngineInfo
+from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.lab.replay.requests import CachedRequests
 
 
@@ -100,3 +100,18 @@ def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a
         assert step.overwritten == {4}, "whoever reads it yet must have ended"
     assert found == [(1, [1]), (0, []), (0, [2])]
     assert request_state.computed == 8
+
+
+def test_what_an_answer_computes_since_the_weights_changed_is_not_older() -> None:
+    """A group of small blocks has completed some of which another request finds, and stores on."""
+    table = RequestTable(EngineInfo({}, 8, 8, 100, groups=(KVGroup(8), KVGroup(4))))
+    table.weights_changed()
+    first, other = (table.of(FakeRequest(name, block_hashes=[b"a", b"b"])) for name in "ro")
+    first.prompt_tokens = 8
+    table.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1], [2, 3]))))
+    added = {8: ([4], [5]), 12: ([], [6])}
+    for before in range(8, 16):
+        again = CachedRequests(["r"], set(), [added.get(before)], [before])
+        table.begin_step(Step([], {"r": 1}, again))
+    table.begin_step(FakeStep({"o": 1}, FakeNewRequest("o", 16, ([1, 4, 7], [2, 3, 5, 6, 8]))))
+    assert not other.is_outdated

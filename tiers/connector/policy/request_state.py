@@ -362,6 +362,7 @@ class RequestTable:
                 after // tokens != request_state.complete
                 or before < request_state.prompt_tokens
                 or request_state.waits
+                or self._computed_since is not None
             ):
                 left = states.get(request_id, ())
                 self._runs(request_state, before, after, left, is_resumed=is_resumed)

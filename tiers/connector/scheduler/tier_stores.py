@@ -332,12 +332,16 @@ class TierStores:
         self._admission.acceptance.failed(len(result.failed))
         self._admission.rate.ended(len(job.items) - len(result.failed), result.seconds)
         kept: list[dict[int, bytes]] = []
-        of_tenants: Counter[str] = Counter()
+        first, of_tenants = 0, Counter[str]()
         for share in store.shares:
-            kept.append(self._keep(store, share, sum(of_tenants.values())))
-            of_tenants[tenant_of(share.tier_request.request_state.request)] += len(share.numbers)
-        for tenant, blocks in of_tenants.items():
-            part = result.bytes * blocks // len(job.items)
+            kept.append(self._keep(store, share, first))
+            before, first = first, first + len(share.numbers)
+            stored = {*range(before, first)} - result.failed - result.already_stored
+            of_tenants[tenant_of(share.tier_request.request_state.request)] += len(stored)
+        left, blocks = result.bytes, of_tenants.total()
+        for tenant, of_tenant in of_tenants.items():
+            part = left * of_tenant // blocks if blocks > of_tenant else left
+            left, blocks = left - part, blocks - of_tenant
             tier.requests.tenants.count(tenant, tenant_stored_bytes=part)
         tier.open.manager.stored([key for of_request in kept for key in of_request.values()])
         for share, of_request in zip(store.shares, kept, strict=True):
