@@ -62,13 +62,6 @@ class EventsSpec(BaseModel):
         "so that they are announced again after a restart. It holds tokens. Unset: a disk tier "
         "keeps them in its own folder, other tiers do not.",
     )
-    announce_rate: float = Field(
-        default=20_000.0,
-        ge=1,
-        le=1e9,
-        examples=[20000],
-        description="Announce again this many blocks a second at most after a restart.",
-    )
 
 
 class ControlSpec(BaseModel):
@@ -100,11 +93,7 @@ class ExplainSpec(BaseModel):
         ge=1,
         le=1_000_000,
         examples=[1000],
-        description="Keep this many requests that have ended.",
-    )
-    memory: ByteSize = Field(
-        default=16 << 20,
-        description="Keep fewer requests where they would take more memory than this.",
+        description="Keep this many requests that have ended, or fewer that take 16MiB of memory.",
     )
 
 

@@ -75,7 +75,7 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "tenants none, report_cached_tokens true, max_retained 0.25, on_reset forget, "
         "trust_client_ids false, "
         "events (self_describing_kv_events true, "
-        "locality false, ownership false, announce_rate 20000.0), control (name engine), "
+        "locality false, ownership false), control (name engine), "
         "salt none\n",
         "",
     )
@@ -99,7 +99,7 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     assert "password (env PASSWORD)" in out
     assert "promote false, store all, max_wait 10s, tenants none, report_cached" in out
     assert "staging 1GiB" in out
-    assert "announce_rate 20000.0), control (name engine), salt ***" in out
+    assert "ownership false), control (name engine), salt ***" in out
 
 
 def test_validate_draws_a_table_on_a_terminal_and_nowhere_else(chain: Any) -> None:

@@ -199,7 +199,7 @@ def open_explanations(
     tracer = engine_tracer()
     spans = None if tracer is None else Spans(tracer, Accounts(names, block_tokens), block_tokens)
     ended = None if spans is None else spans.ended
-    explanations = Explanations(names, block_tokens, spec.requests, spec.memory, ended)
+    explanations = Explanations(names, block_tokens, spec.requests, ended=ended)
     if spans is not None:
         explanations.on_close(spans.close)
     return explanations

@@ -230,9 +230,7 @@ class TierOpener:
         elif tier.encryption is None and tier.notes_folder is not None:
             folder = tier.notes_folder / namespace.hex()
         elsewhere = partial(self._others_hold, manager)
-        return Inventory(
-            tier.tier_name, folder, manager.announceable, elsewhere, events.announce_rate
-        )
+        return Inventory(tier.tier_name, folder, manager.announceable, elsewhere)
 
     def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool] | None:
         """Which of these keys another store of the chain holds, as far as it can answer now; None:

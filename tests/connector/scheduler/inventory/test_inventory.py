@@ -152,7 +152,7 @@ def test_a_folder_without_locks_says_so(
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    made = Inventory("slow", tmp_path / "events", Held(), lambda keys: None, 1e9)
+    made = Inventory("slow", tmp_path / "events", Held(), lambda keys: None)
     wait_for(lambda: "tier 'slow'" in caplog.text)
     made.close()
     assert "tier 'slow': what is announced can't be kept" in caplog.text
@@ -185,7 +185,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Inventory]]:
     made: list[Inventory] = []
 
     def make(holds: inventory.Holds, folder: Path | None = tmp_path / "events" / "n") -> Inventory:
-        made.append(Inventory("disk", folder, holds, lambda keys: None, 1e9))
+        made.append(Inventory("disk", folder, holds, lambda keys: None))
         return made[-1]
 
     yield make

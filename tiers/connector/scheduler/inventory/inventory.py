@@ -84,6 +84,8 @@ PER_STEP = 512
 """Blocks that a step announces at most, after a restart: about a millisecond's work."""
 BATCH = 512
 """Keys that a store is asked for at once."""
+ANNOUNCE_RATE = 20_000.0
+"""Blocks a second that are announced again at most, after a restart."""
 AUDIT_RATE = 5_000.0
 """Keys a second that are looked up to notice what was evicted: a few percent of one core."""
 AUDIT_EVERY = 10.0
@@ -108,25 +110,17 @@ class Due(NamedTuple):
 class Inventory:
     """What was announced of one tier. `note`, `take` and `is_announcing` are the scheduler's."""
 
-    def __init__(
-        self,
-        tier: str,
-        folder: Path | None,
-        holds: Holds,
-        elsewhere: Holds,
-        rate: float,
-    ) -> None:
+    def __init__(self, tier: str, folder: Path | None, holds: Holds, elsewhere: Holds) -> None:
         """`folder`: of the journal; None: nothing may lie in files. `elsewhere`: what other tiers
         of the same medium hold: events do not distinguish them; None: there are none, which it
-        answers without I/O when asked for no keys. `rate`: blocks a second that are announced
-        again at most."""
+        answers without I/O when asked for no keys."""
         self._elsewhere = elsewhere
         self.dropped = 0
         """Blocks so far that were not kept as they should: they are not announced again."""
         self._tier = tier
         self._folder = folder
         self._holds = holds
-        self._rate = RateLimit(rate)
+        self._rate = RateLimit(ANNOUNCE_RATE)
         self._audits = RateLimit(AUDIT_RATE)
         self._noted: Handoff[tuple[Run, bool]] = Handoff(items=1 << 16, weight=1 << 20)
         self._due: Handoff[Due] = Handoff(items=1 << 16, weight=4 * PER_STEP)
