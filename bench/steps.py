@@ -1,8 +1,8 @@
 """Suite steps: what a step of the engine costs while much is under way and a long prompt waits.
 
-A tier lags behind: thousands of stores, of one block each, are on their way into it. A prompt of
+A tier lags behind: thousands of blocks are on their way into it. A prompt of
 128k tokens, half in the cpu tier and all in the other, waits for room and is asked about in every
-step (`load_policy: stitched`). In each step 16 requests complete a block, and as many stores end.
+step (`load_policy: stitched`). In each step 16 requests complete a block, and as many are stored.
 Other rows have as many requests as an engine may answer at once, and no prompt that waits.
 
 Both halves are real but for the lagging store, which keeps names and no bytes. Steps begin 20 ms
@@ -50,7 +50,7 @@ from tiers.wrappers.opening import open_guarded
 
 STEP_SECONDS = 0.02
 FLOW = 16
-"""Blocks that a step completes, and stores that end in it."""
+"""Blocks that a step completes, and as many are stored in it."""
 LIMIT_SCHEDULER, LIMIT_WORKER = 2.0, 1.0
 """Milliseconds of a step, with the most under way."""
 
@@ -116,7 +116,9 @@ class Scheduler:
         shakes = {r: WorkerHandshake(r, name, PAYLOAD) for r, name in enumerate(self._spaces)}
         self._hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
         self._waiting = Prompt(0, size.blocks)
-        self._in_flight: deque[int] = deque()
+        self._in_flight: deque[tuple[int, int]] = deque()
+        """Jobs of the lagging tier, with how many blocks each has."""
+        self._due = 0
         self._first = 1
         self._hold(spec)
         self._flow = self._runners(FLOW, len(size.in_flight) * (size.rounds + 2) * size.steps + 4)
@@ -164,8 +166,8 @@ class Scheduler:
         self._chain.update_connector_output(Output(MultiWorkerMetadata(tuple(children))))
 
     def fill(self, in_flight: int) -> None:
-        """Have so many stores under way."""
-        more = in_flight - len(self._in_flight)
+        """Have so many blocks under way."""
+        more = in_flight - sum(blocks for _, blocks in self._in_flight)
         if more <= 0:
             return
         count = min(more, 500)
@@ -185,15 +187,25 @@ class Scheduler:
             assert tokens in (None, self._size.blocks * TOKENS), "all of the prompt is held"
         orders = chain.build_connector_meta(step)
         seconds = time.thread_time() - began
-        cpu, lagging = ([job.job_id for job in one.reqs_to_store] for one in orders.metadata)
-        self._in_flight.extend(lagging)
-        over = [self._in_flight.popleft() for _ in range(min(ends, len(self._in_flight)))]
+        cpu, lagging = (one.reqs_to_store for one in orders.metadata)
+        self._in_flight.extend((job.job_id, len(job.items)) for job in lagging)
+        over = self._over(ends)
         self._spent = 0.0
-        self._end(cpu, over)
+        self._end([job.job_id for job in cpu], over)
         began = time.thread_time()
         chain.get_kv_connector_stats()
         chain.take_events()
         return 1e3 * (seconds + self._spent + time.thread_time() - began)
+
+    def _over(self, blocks: int) -> list[int]:
+        """The jobs that have ended once so many blocks more have."""
+        self._due += blocks
+        over: list[int] = []
+        while self._in_flight and self._in_flight[0][1] <= self._due:
+            job, of_job = self._in_flight.popleft()
+            self._due -= of_job
+            over.append(job)
+        return over
 
     def steps(self) -> float:
         """Milliseconds of a step, in the mean."""
@@ -324,7 +336,7 @@ def _cases(size: Size, keys: Path) -> Iterator[Case]:
             for count in size.in_flight:
                 half.fill(count)
                 target = LIMIT_SCHEDULER if count == most else None
-                told = f"{where}, {count:,} stores under way"
+                told = f"{where}, {count:,} blocks under way"
                 yield one(case=f"{told}: mean", ours=half.steps, target=target)
                 if count == most:
                     yield one(case=f"{told}: worst", ours=half.worst)

@@ -298,6 +298,14 @@ def test_a_job_has_what_one_call_of_a_store_takes_and_one_adapters_blocks() -> N
     assert [len(job.items) for job in jobs] == [BLOCKS, BLOCKS], "what is longer is a job by itself"
 
 
+def test_a_job_has_an_eighth_of_what_may_be_in_flight() -> None:
+    """Else a tier that lags had nothing to do while the next blocks come."""
+    halves = Halves(cpu_blocks=2 * BLOCKS, in_flight=32)
+    together, some = _begin(halves, [Prompt(number, BLOCKS) for number in range(8)], blocks=2)
+    assert [len(job.items) for job in together] == [16]
+    assert [len(job.items) for job in some] == [4, 4, 4, 4]
+
+
 def test_a_store_that_packs_prompts_has_a_job_for_each() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]

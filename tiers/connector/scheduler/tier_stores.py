@@ -254,12 +254,15 @@ class TierStores:
         return taken
 
     def _begin(self, taken: Sequence[Taken]) -> list[StoreJob]:
-        """Begin to store what was taken of each request. What one call of the store takes goes into
-        one job: hundreds answer, and a job of one block costs both halves as much as one of many.
-        """
+        """Begin to store what was taken of each request, a few blocks of several in one job:
+        hundreds answer, and a job of one block costs both halves as much as one of many. A job has
+        no more than one call of the store takes, and an eighth of what may be in flight: blocks
+        make room for others when their job has ended, and a tier that lags must not run dry until
+        those come."""
         tier, requests = self._tier.open, self._tier.requests
         writers = 1 if tier.one_writer else requests.engine.world_size
         most = batch_blocks(max(1, tier.block_bytes // writers))
+        together = min(most, self._most_inflight() // 8)
         stores: list[PendingStore] = []
         for tier_request, items in taken:
             if not items:
@@ -268,7 +271,7 @@ class TierStores:
             request_state, numbers = tier_request.request_state, list(items)
             adapter = request_state.mark.adapter
             part = tier.manager.part(request_state.keys, numbers)
-            if not stores or not stores[-1].takes(len(items), adapter, part, most):
+            if not stores or not stores[-1].takes(len(items), adapter, part, together):
                 job = StoreJob(self._jobs.next_id(), [], requests.generation.tag, adapter, part)
                 stores.append(PendingStore(job))
             stores[-1].job.items.extend(items.values())
@@ -318,11 +321,14 @@ class TierStores:
 
     def _room(self) -> int:
         """How many blocks more may be stored at once, as far as that decides."""
+        pinned = 0 if self._tier.open.manager.completes_on_gather else self.slots_pinned
+        return self._most_inflight() - pinned
+
+    def _most_inflight(self) -> int:
         tier = self._tier.open
         if tier.manager.completes_on_gather:
             return tier.pool.end
-        most = self._admission.most_inflight(tier.block_bytes, tier.pool.end)
-        return most - self.slots_pinned
+        return self._admission.most_inflight(tier.block_bytes, tier.pool.end)
 
     # -- ends --------------------------------------------------------------------------------
 
