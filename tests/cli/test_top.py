@@ -23,8 +23,10 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from tests.cli.test_apply import stepping
 from tests.cli.test_main import KVTIERS
 from tests.cli.test_status import STATUS, TIER
+from tests.support.changing import changes_of
 from tests.support.replay_chains import cpu, disk
 from tiers.cli import top_screen
 from tiers.cli.top_screen import Top
@@ -69,6 +71,13 @@ async def shows(pilot: Pilot[None], *texts: str) -> list[str]:
             return lines
         assert time.monotonic() < until, "\n".join(["", *texts, "", *lines])
         await pilot.pause(0.02)
+
+
+def press(pilot: Pilot[None], *keys: str) -> None:
+    """As `pilot.press`, which waits for the process to be idle: beside an engine that steps, a
+    second for each key."""
+    for key in keys:
+        pilot.app.simulate_key(key)
 
 
 def play(folder: Path, script: Script, engine: str | None = None) -> None:
@@ -299,3 +308,28 @@ def test_where_it_can_not_draw_it_says_why(
     status, out, err = kvtiers("top", "--folder", tmp_path)
     assert (status, out) == (1, "")
     assert err == "textual is not installed, which this needs: pip install 'kvtiers[top]'\n"
+
+
+def test_a_tier_is_paused_by_a_key_that_is_pressed_twice(engine: Engine, tmp_path: Path) -> None:
+    running = engine(cpu(), disk(tmp_path / "disk"))
+
+    async def script(pilot: Pilot[None]) -> None:
+        await shows(pilot, "cpu", "disk")
+        press(pilot, "down", "p")
+        await shows(pilot, "press the key again within 5 s: tier disk neither loads nor stores")
+        assert changes_of(running).version == 1, "once is a slip"
+        press(pilot, "p")
+        lines = await shows(pilot, "tier disk is paused: both", "disk paused", "see below")
+        assert "p pause" in lines[-1]
+        press(pilot, "r")
+        assert "p pause" not in (await shows(pilot, "requests or tiers", "explain"))[-1]
+        press(pilot, "r")
+        press(pilot, "p")
+        await shows(pilot, "tier disk goes on")
+        press(pilot, "p")
+        await shows(pilot, "reads and writes work")
+
+    with stepping(running):
+        play(tmp_path / "control", script)
+    assert changes_of(running).version == 3
+    assert not any(tier.paused for tier in changes_of(running).chain.tiers)

@@ -12,7 +12,8 @@ def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
 
     It shows the tiers as `kvtiers status` does, each second, and more of the selected one. Keys:
     left and right change the engine, r shows the last and the slowest requests, Enter shows why a
-    request was served as it was, q ends. It needs a terminal, best of 80x24, and textual.
+    request was served as it was, q ends. Pressed twice, p pauses the selected tier or has it go on,
+    and d has it store nothing more. It needs a terminal, best of 80x24, and textual.
 
     \b
     pip install 'kvtiers[top]'

@@ -22,6 +22,8 @@ from tiers.explain.accounts import lines
 
 REDRAWN = 0.5
 """Seconds between looks at what was seen."""
+SURE = 5.0
+"""Seconds within which a key that changes a tier is to be pressed again."""
 LATE = 4.0
 """Seconds without an answer after which the screen says so."""
 TIER_HEADS = tuple("share" if head == "prompts" else head for head in HEADS)
@@ -37,6 +39,7 @@ STATES = {
     **dict.fromkeys(("down", "refused"), "red"),
 }
 """Colors of states."""
+PAUSES = {"both": "neither loads nor stores", "writes": "stores nothing more"}
 Row = tuple[str, ...]
 
 
@@ -129,6 +132,8 @@ class Top(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "view", "requests or tiers"),
+        Binding("p", "pause('both')", "pause"),
+        Binding("d", "pause('writes')", "drain"),
         Binding("left", "engine(-1)", "engine before", priority=True),
         Binding("right", "engine(1)", "next engine", priority=True),
         Binding("q,ctrl+c", "quit", "quit", key_display="q", priority=True),
@@ -141,6 +146,8 @@ class Top(App[None]):
         self._watch = watch
         self._chosen: Path | None = None
         self._count = 0
+        self._asked: tuple[Path, str, str | None] | None = None
+        self._asked_at = 0.0
         self._accounts: dict[str, Account] = {}
         self._head, self._problem = Lines(id="head"), Lines(id="problem")
         self._tiers, self._detail = Rows(TIER_HEADS), Lines()
@@ -169,7 +176,9 @@ class Top(App[None]):
         self.set_interval(REDRAWN, self.draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """A single engine has no keys for others."""
+        """A single engine has no keys for others, and requests have none for tiers."""
+        if action == "pause":
+            return self._views.current == "tiers"
         return action != "engine" or len(self._engines()) > 1
 
     # -- keys --------------------------------------------------------------------------------
@@ -179,6 +188,7 @@ class Top(App[None]):
         is_tiers = self._views.current == "tiers"
         self._views.current = "requests" if is_tiers else "tiers"
         (self._last if is_tiers else self._tiers).focus()
+        self.refresh_bindings()
         self.draw()
 
     def action_engine(self, step: int) -> None:
@@ -187,6 +197,28 @@ class Top(App[None]):
         if self._chosen in paths:
             self._chosen = paths[(paths.index(self._chosen) + step) % len(paths)]
         self.draw()
+
+    def action_pause(self, paused: str) -> None:
+        """Have the selected tier pause, or go on if it is paused: the second time in a row."""
+        seen = next((seen for seen in self._engines() if seen.path == self._chosen), None)
+        tiers = () if seen is None or seen.status is None else seen.status.tiers
+        tier = next((tier for tier in tiers if tier.name == self._tiers.key), None)
+        if seen is None or tier is None or self._views.current != "tiers":
+            return
+        change = (seen.path, tier.name, None if tier.paused else paused)
+        is_sure = self._asked == change and time.monotonic() - self._asked_at < SURE
+        self._asked, self._asked_at = None if is_sure else change, time.monotonic()
+        if is_sure:
+            self._watch.pause(*change)
+        self.draw()
+
+    def _question(self, path: Path) -> str:
+        """What the key that was pressed last would do; else what came of the last change."""
+        if self._asked is None or time.monotonic() - self._asked_at >= SURE:
+            return self._watch.news(path)
+        _, tier, paused = self._asked
+        what = "goes on" if paused is None else PAUSES[paused]
+        return f"press the key again within {SURE:g} s: tier {one_line(tier)} {what}"
 
     def on_data_table_row_highlighted(self) -> None:
         self.draw()
@@ -221,7 +253,7 @@ class Top(App[None]):
         place = f" ({engines.index(seen) + 1} of {len(engines)})" if len(engines) > 1 else ""
         about = "" if seen.status is None else f": {summary(seen.status)}"
         self._head.show(f"engine {seen.engine}{place}{about}")
-        self._problem.show(problem(seen, time.monotonic()))
+        self._problem.show(problem(seen, time.monotonic()) or self._question(seen.path))
         width = self.size.width - 1
         tiers = {} if seen.status is None else {tier.name: tier for tier in seen.status.tiers}
         self._tiers.fill({name: tier_row(tier) for name, tier in tiers.items()}, width)

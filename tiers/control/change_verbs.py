@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spec.chain_diff import ChainDiff
+from spec.errors import one_of
 from spec.load import SpecError, load_chain
 from tiers.connector.multi.changes import Changes, PendingChange
 from tiers.control.change_watch import ChangeWatch, SavedHistory, describe
@@ -31,6 +32,15 @@ class ApplyQuestion(BaseModel):
     if_version: int | None = None
     dry_run: bool = False
     watch: Annotated[float, Field(gt=0, le=MAX_WATCH)] | None = None
+
+
+class PauseQuestion(BaseModel):
+    """Change the setting `paused` of one tier alone; None: it loads and stores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tier: str
+    paused: Literal["reads", "writes", "both"] | None = None
 
 
 class ChangeQuestion(BaseModel):
@@ -66,6 +76,24 @@ class ChangeVerbs:
         if question.watch is not None and not pending.why and chain != before:
             args = (self._changes, self._history, pending, before, question.watch)
             self._watch = ChangeWatch(*args)
+        return self._begun(found, pending)
+
+    def pause(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin a change that pauses a tier, or has it go on; as `apply` answers."""
+        question = PauseQuestion.model_validate(dict(parameters))
+        chain = self._changes.chain
+        names = [tier.tier_name for tier in chain.tiers]
+        if question.tier not in names:
+            raise QuestionRefused(f"no tier is called {question.tier!r}; use {one_of(names)}")
+        paused = {"paused": question.paused}
+        tiers = (
+            tier.model_copy(update=paused) if tier.tier_name == question.tier else tier
+            for tier in chain.tiers
+        )
+        new = chain.model_copy(update={"tiers": tuple(tiers)})
+        return self._begun(self._changes.review(new), self._changes.request(new))
+
+    def _begun(self, found: ChainDiff, pending: PendingChange) -> dict[str, Any]:
         number = next(self._numbers)
         self._asked[number] = pending
         for old in list(self._asked)[:-KEPT]:

@@ -60,6 +60,7 @@ class Control:
             "status": self._status,
             "explain": self._explain,
             "apply": self._changes.apply,
+            "pause": self._changes.pause,
             "change": self._changes.change,
             "chain": self._running,
         }

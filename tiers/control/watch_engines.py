@@ -20,6 +20,8 @@ from tiers.control.engine_status import EngineStatus
 
 SECONDS = 1.0
 """Between an engine's answer and its next question."""
+CHANGE_SECONDS = 20.0
+"""How long the end of a change is waited for."""
 REQUESTS = 50
 """The last requests, and the slowest, that are asked for."""
 HANGS = "the engine does not answer: it hangs, or is stopped"
@@ -61,6 +63,7 @@ class EnginesWatch:
         self._watched: dict[Path, Watched] = {}
         self._asked: set[Path] = set()
         self._explained: Path | None = None
+        self._news: dict[Path, str] = {}
         in_background(self._look, "watch-folder")
 
     def watched(self) -> Sequence[Watched]:
@@ -70,6 +73,30 @@ class EnginesWatch:
     def explain(self, path: Path | None) -> None:
         """Ask the engine of this socket alone for its requests; None: no engine."""
         self._explained = path
+
+    def pause(self, path: Path, tier: str, paused: str | None) -> None:
+        """Have an engine pause a tier's reads, writes or both, or go on; what came of it is the
+        engine's `news`."""
+        in_background(partial(self._pause, path, tier, paused), "pause")
+
+    def news(self, path: Path) -> str:
+        """What came of the last pause of an engine; empty: nothing yet."""
+        return self._news.get(path, "")
+
+    def _pause(self, path: Path, tier: str, paused: str | None) -> None:
+        try:
+            answer = ask_socket(path, "pause", {"tier": tier, "paused": paused}).content
+            until = time.monotonic() + CHANGE_SECONDS
+            while not answer["over"] and time.monotonic() < until:
+                time.sleep(0.1)
+                answer = ask_socket(path, "change", {"change": answer["change"]}).content
+            done = "goes on" if paused is None else f"is paused: {paused}"
+            late = "" if answer["over"] else "no step of the engine has begun it yet"
+            why = answer["why"] or late
+            news = f"refused: {why}" if why else f"tier {tier} {done}"
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            news = f"refused: {error}"
+        self._news[path] = one_line(news)
 
     def close(self) -> None:
         """Ask no more. A question in flight ends on its own."""
