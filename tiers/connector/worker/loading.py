@@ -15,7 +15,7 @@ from typing import NamedTuple
 from spec.offloading import LOADS_AT_ONCE
 from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.concurrency.repeated_log import LoggedOnce, RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.block_copier import ENDED, Copy, Fence
@@ -212,7 +212,7 @@ class Loading:
         self._namespace = b""
         self._verify = verify
         self._rate_limit = rate_limit
-        self._said_late = False
+        self._late_log = LoggedOnce(logger)
         where = f"tier {tier!r}"
         self._failed_loads = RepeatedLog(
             logger, where, "loads failed on this worker", logging.ERROR
@@ -479,7 +479,12 @@ class Loading:
                 count=load.damaged,
             )
         if failed and not in_time:
-            self._log_late(load.job.seconds)
+            self._late_log.warn(
+                "tier %r: a load could not end in the %.3g s it had; what had arrived is used. "
+                "The metric load_timeouts counts how often",
+                self._tier,
+                load.job.seconds,
+            )
         seconds = load.seconds
         if seconds is None:
             seconds = 0.0 if load.began is None else self._host.now() - load.began
@@ -495,16 +500,6 @@ class Loading:
         elif load.arrived:
             self._pace.add(load.arrived, seconds)
             self._hope = HOPE
-
-    def _log_late(self, seconds: float) -> None:
-        if not self._said_late:
-            self._said_late = True
-            logger.warning(
-                "tier %r: a load could not end in the %.3g s it had; what had arrived is used. "
-                "The metric load_timeouts counts how often",
-                self._tier,
-                seconds,
-            )
 
     def close(self, drain: float) -> None:
         """End all loads; wait for their threads for `drain` seconds at most."""

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.disk.folder.folder import Folder
 from tiers.errors import TierError
 
@@ -44,7 +45,7 @@ class Keeping:
         fixed = (folder.index, folder.index_lock, folder.lock)
         self._files = {file: _identity(file) for file in fixed}
         self._next = self._next_place = 0.0
-        self._has_warned = False
+        self._log = LoggedOnce(logger)
 
     def look(self) -> None:
         """Make the files look new, and warn once if some are gone; not more often than needed."""
@@ -59,9 +60,8 @@ class Keeping:
         self._next = now + FILES_EVERY_S
         files = (*self._folder.shared_files(), self._owner)
         gone = [file.name for file in files if not _is_kept(file)]
-        if gone and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
+        if gone:
+            self._log.warn(
                 "disk tier %s: removed while the tier is open: %s; its blocks are served on and "
                 "lost with the engine; end every engine on the folder before another is started",
                 self._folder.path,
