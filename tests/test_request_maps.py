@@ -38,6 +38,7 @@ OTHERS = {
     "policy/tenant_counts.py::TenantCounts._counts": "tenants",
     "policy/tenant_counts.py::TenantCounts._unvalued": "tenants",
     "policy/request_state.py::RequestState.cached": "tiers",
+    "policy/request_state.py::RequestState.waits": "tiers",
     "scheduler/tier_hints.py::PinnedBlocks._counts": "tenants",
     "scheduler/tier_hints.py::PinnedBlocks._ending[until]": "blocks",
     "scheduler/offloading_scheduler.py::OffloadingScheduler._reported": "gauges",
