@@ -52,7 +52,7 @@ class BlockGroups:
             for index, group in enumerate(engine.kv_groups)
             for offset in range(self.block_tokens // group.tokens)
         ]
-        self._tokens = [(part.group, part.tokens) for part in self._parts if part.offset == 0]
+        self._sizes = [(part.group, part.tokens) for part in self._parts if part.offset == 0]
         reach = [max(1, p.window - 1) for p in self._parts if p.window is not None]
         self.window = -(-max(reach, default=0) // self.block_tokens)
         # Counted from before the block that is dropped.
@@ -162,7 +162,7 @@ class BlockGroups:
     def add_written(self, found: set[int], tables: Sequence[Sequence[int]], computed: int) -> None:
         """Add the paged blocks, of every group, that a step writes which begins with `computed`
         tokens."""
-        for group, tokens in self._tokens:
+        for group, tokens in self._sizes:
             found.update(tables[group][computed // tokens :])
 
     def state(self, group: int, tokens: int) -> int | None:

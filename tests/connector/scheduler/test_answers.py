@@ -62,9 +62,13 @@ class Halves:
     """The scheduler halves of a chain, whose stores end in the step that begins them."""
 
     def __init__(
-        self, cpu_blocks: int, load: LoadPolicy = "stitched", in_flight: int = 1 << 20
+        self,
+        cpu_blocks: int,
+        load: LoadPolicy = "stitched",
+        in_flight: int = 1 << 20,
+        opens: bool = True,
     ) -> None:
-        """`in_flight`: blocks that the index takes at once."""
+        """`in_flight`: blocks that the index takes at once. `opens`: now, else by `open`."""
         self.clock, self.index = Clock(100.0), IndexedNames()
         slot = slot_stride(PAYLOAD) * RANKS
         most = in_flight * slot
@@ -81,9 +85,14 @@ class Halves:
         engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
         self.chain = open_scheduler(spec, engine, self.clock)
         MADE.append(self)
+        self.asks = 0
+        if opens:
+            self.open()
+
+    def open(self) -> None:
+        """The workers tell of themselves."""
         shakes = {rank: WorkerHandshake(rank, SPACES[rank], PAYLOAD) for rank in range(RANKS)}
         self.hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
-        self.asks = 0
 
     def hear(self, said: Sequence[OffloadingWorkerMetadata]) -> None:
         self.chain.update_connector_output(Output(MultiWorkerMetadata(tuple(said))))
@@ -327,11 +336,44 @@ def test_what_found_no_room_is_offered_again_in_a_step_that_completes_nothing() 
         assert len(job.items) == stored
         ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS)})
         halves.hear([OffloadingWorkerMetadata(), ended])
-        again = CachedRequests([prompt.request_id], set(), [None], [tokens])
-        orders = halves.chain.build_connector_meta(Step([], {prompt.request_id: 1}, again))
-        (job,) = orders.metadata[1].reqs_to_store or [StoreJob(0, [])]
+        (job,) = _answer(halves, prompt, tokens)[1] or [StoreJob(0, [])]
         tokens += 1
     assert not halves.chain._requests.step.scheduled, "all of it is stored"
+
+
+def _answer(halves: Halves, prompt: Prompt, tokens: int) -> list[list[StoreJob]]:
+    """A request that has computed so many computes one more; what each tier is to store."""
+    again = CachedRequests([prompt.request_id], set(), [None], [tokens])
+    orders = halves.chain.build_connector_meta(Step([], {prompt.request_id: 1}, again))
+    return [one.reqs_to_store for one in orders.metadata]
+
+
+def test_a_tier_that_opens_late_or_was_paused_takes_what_is_there_in_the_next_step() -> None:
+    """The engine's blocks are others' as soon as the request has ended."""
+    halves = Halves(cpu_blocks=2 * BLOCKS, opens=False)
+    index: Any = halves.chain.children[1]
+    index._stores.is_paused = True
+    prompt, tokens = Prompt(1, 3), 3 * TOKENS + 1
+    assert _begin(halves, [prompt], blocks=3) == _answer(halves, prompt, tokens) == [[], []]
+    halves.open()
+    (job,), nothing = _answer(halves, prompt, tokens + 1)
+    assert len(job.items) == 3 and not nothing
+    index._stores.is_paused = False
+    nothing, (job,) = _answer(halves, prompt, tokens + 2)
+    assert len(job.items) == 3 and not nothing
+    assert _answer(halves, prompt, tokens + 3) == [[], []]
+    assert not halves.chain._requests.step.scheduled
+
+
+def test_a_tier_that_never_opens_costs_an_answer_nothing() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    index: Any = halves.chain.children[1]
+    index._tier.failed("it is refused")
+    prompt, tokens = Prompt(1, 3), 3 * TOKENS + 1
+    together, nothing = _begin(halves, [prompt], blocks=3)
+    assert together and not nothing
+    assert _answer(halves, prompt, tokens) == [[], []]
+    assert not halves.chain._requests.step.scheduled
 
 
 def test_changes_beyond_what_is_kept_are_looked_up() -> None:

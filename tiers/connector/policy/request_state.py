@@ -59,7 +59,7 @@ class RequestState:
     `versions` are unchanged. `foreign_loaders`: the engine's own connectors that load it; `failed`:
     those that left it nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before
     it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself.
-    `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that had no room for
+    `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that could not take
     some of its blocks, which they are offered again.
     """
 
@@ -127,8 +127,8 @@ class Scheduled(NamedTuple):
 
 
 class EngineStep(NamedTuple):
-    """One step of the engine. `scheduled`: its requests, but for those that answer and complete no
-    block, unless a tier waits to be offered theirs again. `overwritten`: paged blocks that it
+    """One step of the engine. `scheduled`: its requests, but for those that answer, complete no
+    block and have none that a tier is to be offered again. `overwritten`: paged blocks that it
     writes, that were allocated for loads since the step before, or in which that left a state."""
 
     scheduled: list[Scheduled]

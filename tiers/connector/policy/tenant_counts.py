@@ -34,6 +34,14 @@ class TenantCounts:
         for name, value in measures.items():
             counts[name] += value
 
+    def stored(self, size: int, blocks: Mapping[str, int]) -> None:
+        """A job stored `size` bytes in all, of so many `blocks` of each tenant, by its salt."""
+        left, count = size, sum(blocks.values())
+        for tenant, of_tenant in blocks.items():
+            part = left * of_tenant // count if count > of_tenant else left
+            left, count = left - part, count - of_tenant
+            self.count(tenant, tenant_stored_bytes=part)
+
     def loaded(self, tenant: str, tokens: int) -> None:
         """Tokens of a tenant that need not be computed. What that saves counts once it is known
         how fast the engine computes."""

@@ -156,6 +156,8 @@ class TierStores:
             items = self._offer_again(tier_request, run) if tier_request.refused else {}
             items |= self._offer_new(tier_request, offers, misses)
             taken.append((tier_request, items))
+            waits = run.request_state.waits
+            (waits.add if tier_request.refused else waits.discard)(self._tier)
         last = self._offer_last(step.overwritten)
         jobs = self._begin(taken + last)
         for tier_request, _ in last:
@@ -181,9 +183,11 @@ class TierStores:
             tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
             if run.is_new and not self._promote:
                 tier_request.offered = run.before // tier.requests.engine.block_tokens
-            is_due = run.complete > tier_request.offered or tier_request.refused
-            if is_due and self._may_store(tier_request):
-                yield run, tier_request, new_offers(tier.requests, tier_request, run)
+            if run.complete > tier_request.offered or tier_request.refused:
+                if self._may_store(tier_request):
+                    yield run, tier_request, new_offers(tier.requests, tier_request, run)
+                elif run.request_state.may_store and (tier.usable or not tier.has_opened):
+                    run.request_state.waits.add(tier)  # it opens yet, is paused, or marks are late
 
     def _misses(self, keys: Sequence[bytes]) -> Iterator[bool]:
         """Whether the tier misses each of these; nothing is asked for no keys."""
@@ -203,8 +207,6 @@ class TierStores:
         if refused:
             waiting = {number: why for number, why in refused.items() if why in FOR_ROOM}
             tier_request.refused |= waiting
-            if waiting:
-                tier_request.request_state.waits.add(self._tier)
             self._refuse(tier_request, [why for why in refused.values() if why not in FOR_ROOM])
         return items
 
@@ -231,8 +233,6 @@ class TierStores:
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
         before = {number: waiting.pop(number) for number in over}
         self._refuse(tier_request, [refused[number] for number in over if number in refused])
-        if not waiting:
-            tier_request.request_state.waits.discard(self._tier)
         taken = (why for number, why in before.items() if number not in refused)
         self._admission.acceptance.taken_later(Counter(taken))
         return items
@@ -344,11 +344,7 @@ class TierStores:
             before, first = first, first + len(share.numbers)
             stored = {*range(before, first)} - result.failed - result.already_stored
             of_tenants[tenant_of(share.tier_request.request_state.request)] += len(stored)
-        left, blocks = result.bytes, of_tenants.total()
-        for tenant, of_tenant in of_tenants.items():
-            part = left * of_tenant // blocks if blocks > of_tenant else left
-            left, blocks = left - part, blocks - of_tenant
-            tier.requests.tenants.count(tenant, tenant_stored_bytes=part)
+        tier.requests.tenants.stored(result.bytes, of_tenants)
         tier.open.manager.stored([key for of_request in kept for key in of_request.values()])
         for share, of_request in zip(store.shares, kept, strict=True):
             self._note_kept(share, of_request)
