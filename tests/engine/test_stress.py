@@ -137,10 +137,10 @@ def test_no_token_differs_and_nothing_is_left_behind(
     assert wrong == 0
     assert engine.scheduler.preemptions > 0
     assert measured(engine, "evictions", "cpu") > 0
-    # A tier that fails may be down for as long as the test runs.
-    loaded = {tier: measured(engine, "loaded_tokens", tier) for tier in ("cpu", "disk")}
-    # What comes sooner depends on the machine.
-    assert any(loaded.values()) if "compared" in setting else all(loaded.values()), loaded
+    cpu, *stores = (measured(engine, "loaded_tokens", name) for name in ("cpu", "indexed", "disk"))
+    # What comes sooner depends on the machine. A store that fails is down for a while, and has what
+    # the disk would load while it is not.
+    assert any([cpu, *stores]) if "compared" in setting else cpu and any(stores)
     assert_nothing_left(engine)
     engine.close()
 
