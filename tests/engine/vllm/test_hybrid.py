@@ -51,7 +51,7 @@ def test_several_groups_come_back_from_every_tier(
 ) -> None:
     """Windowed layers are stored as they are computed, and loaded only at a prefix's end."""
     tiers = [CPU, disk(tmp_path)]
-    first = run_windowed(GEMMA, LONG * 2, tiers, enable_prefix_caching=False)
+    first = run_windowed(GEMMA, LONG * 2, tiers, enable_prefix_caching=False, settled=True)
     assert first.tokens == answers[:3] * 2
     assert first.loaded() == {"cpu": len(LONG) * BLOCKS * 32}
     assert first.count("disk", "stored_blocks") == len(LONG) * BLOCKS * 3
@@ -99,7 +99,8 @@ def test_requests_are_preempted_and_aborted_in_too_little_kv(
 @pytest.mark.faults
 def test_windows_only(run_windowed: Callable[..., Run], tmp_path: Path) -> None:
     plain = run_windowed(MISTRAL, LONG)
-    run = run_windowed(MISTRAL, LONG * 2, [CPU, disk(tmp_path)], enable_prefix_caching=False)
+    more = {"enable_prefix_caching": False, "settled": True}
+    run = run_windowed(MISTRAL, LONG * 2, [CPU, disk(tmp_path)], **more)
     assert run.tokens == plain.tokens * 2
     assert run.loaded() == {"cpu": len(LONG) * BLOCKS * 32}
     assert run.count("cpu", "loaded_blocks") == len(LONG) * -(-(WINDOW - 1) // 32)
