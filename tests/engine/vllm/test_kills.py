@@ -19,6 +19,7 @@ from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, documents, hosted
 from tests.engine.vllm.vllm_chains import cpu, disk, tiers
 from tests.support.clock import wait_for
 from tiers.disk.disk_store import DiskStore
+from tiers.disk.folder.owner import scan_owners
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
@@ -59,6 +60,8 @@ def test_killed_engines_leave_no_memory_and_no_lock(
             node.kill()
     assert served >= 2 * 18 * 32, "what was stored before all kills"
     assert not [path for path in maps if Path(path).exists()]
+    # A process that is killed has its locks, and the room it had reserved, until it has ended.
+    wait_for(lambda: not scan_owners(tmp_path / "disk" / "owners", one_host=True).alive)
     store = DiskStore(tmp_path / "disk", 64 << 20, StoreContext(BLOCK_BYTES))
     audit(store)
     with folder_of(store).index.edit(b"auditor of slots") as edit:
