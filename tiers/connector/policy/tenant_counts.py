@@ -38,7 +38,7 @@ class TenantCounts:
         """A job stored `size` bytes in all, of so many `blocks` of each tenant, by its salt."""
         left, count = size, sum(blocks.values())
         for tenant, of_tenant in blocks.items():
-            part = left * of_tenant // count if count > of_tenant else left
+            part = left * of_tenant // count if count else left
             left, count = left - part, count - of_tenant
             self.count(tenant, tenant_stored_bytes=part)
 
