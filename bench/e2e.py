@@ -22,7 +22,7 @@ import yaml
 from bench import engine_models
 from bench.main import Scale
 from bench.report import Case, Measure
-from bench.serve import SOON, SWAPPED, Engine
+from bench.serve import SOON, SWAPPED, Answered, Engine
 from tiers.engine.plugin import transfer_config
 
 LENGTHS = (250, 500, 1000, 2000)
@@ -73,8 +73,9 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
         chain = _chain(scale, _CPU, _disk(scale))
         with closing(_engine(scale, chain, caching=False, **SWAPPED)) as engine:
             yield from _through(engine, smoke=False)
-        room = {"num_gpu_blocks_override": 1100, "max_num_seqs": 256}
-        with closing(_engine(scale, chain, caching=False, tiny=True, **room, **SWAPPED)) as engine:
+        room: dict[str, Any] = {"num_gpu_blocks_override": 1100, "max_num_seqs": 256}
+        room |= {"soon": True, **SWAPPED}
+        with closing(_engine(scale, chain, caching=False, tiny=True, **room)) as engine:
             yield from _hooks(engine, requests=256, blocks=64)
 
 
@@ -186,7 +187,7 @@ def _cold_hooks(engine: Engine, blocks: int, connector: str) -> Measure:
     def run() -> float:
         prompts = [_prompt(rng, blocks * BLOCK_TOKENS + 1) for _ in range(9)]
         answers = [engine.ask([prompt], 1, connector=connector) for prompt in prompts]
-        return statistics.median(sum(one.hook_seconds.values()) for one in answers) * 1e3
+        return statistics.median(map(_hook_seconds, answers)) * 1e3
 
     return run
 
@@ -199,9 +200,16 @@ def _answer_hooks(engine: Engine, requests: int, connector: str) -> Measure:
         prompts = [_prompt(rng, 2 + number % BLOCK_TOKENS) for number in range(requests)]
         answered = engine.ask(prompts, 3 * BLOCK_TOKENS + 1, connector=connector)
         steps = len(answered.step_seconds) + 1
-        return sum(answered.hook_seconds.values()) / steps * 1e3
+        return _hook_seconds(answered) / steps * 1e3
 
     return run
+
+
+def _hook_seconds(answered: Answered) -> float:
+    """Raises RuntimeError where none were measured: the scheduler is in another process."""
+    if not (seconds := sum(answered.hook_seconds.values())):
+        raise RuntimeError("no scheduler hook was measured")
+    return seconds
 
 
 def _disk(scale: Scale) -> dict[str, Any]:
@@ -263,8 +271,14 @@ def _chain(scale: Scale, *tiers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine(
-    scale: Scale, chain: dict[str, Any], caching: bool, tiny: bool = False, **more: Any
+    scale: Scale,
+    chain: dict[str, Any],
+    caching: bool,
+    tiny: bool = False,
+    soon: bool = False,
+    **more: Any,
 ) -> Engine:
+    """`soon`: it starts soon, and its scheduler and worker are in one process."""
     args = {
         "dtype": "float32",
         "block_size": BLOCK_TOKENS,
@@ -276,7 +290,7 @@ def _engine(
         **_model(scale, tiny),
         **more,
     }
-    return Engine(SOON if scale.smoke else {}, **args)
+    return Engine(SOON if scale.smoke or soon else {}, **args)
 
 
 def _model(scale: Scale, tiny: bool) -> dict[str, Any]:

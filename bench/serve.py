@@ -34,7 +34,8 @@ SOON = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""The environment of an engine that starts soon, which is all that a smoke run is about."""
+"""The environment of an engine that starts soon, which is all that a smoke run is about, and whose
+scheduler and worker are in one process."""
 SWAPPED: dict[str, Any] = {
     "scheduler_cls": "bench.swapped.SwappedScheduler",
     "worker_extension_cls": "bench.swapped.SwappedWorker",
