@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.identity.test_facts import Facts
+from tests.engine.test_adapter_marks import Layer, Model, adapter, write
 from tests.engine.test_tenants import reports
 from tests.support.changing import change, running
 from tests.support.clock import wait_for
 from tests.support.replay_chains import chain_of, close, cpu, disk, measured
 from tiers.contract.stats import CHAIN
-from tiers.lab.replay import ReplayEngine
+from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
+from tiers.lab.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay.requests import ReplayRequest
 
 PROMPT = list(range(60))
 TO_DECODE = {"do_remote_decode": True}
@@ -129,3 +133,49 @@ def test_a_node_whose_tiers_nobody_shares_names_no_weights(node: Node) -> None:
     close(alone)
     assert params == {}
     assert stored(node("v1"), params) > 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "own", "is_stored"), [(1, 1, True), (2, 1, False), (None, 1, False), (1, None, False)]
+)
+def test_an_adapter_s_weights_count_too(
+    node: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: int | None,
+    own: int | None,
+    is_stored: bool,
+) -> None:
+    """Nodes that know an adapter by one name, and may have loaded other weights of it; None: it is
+    not known which."""
+    one, plain = adapter(write(tmp_path / "sql", b"1")), ReplayModel.engine_info
+    monkeypatch.setattr(ReplayRequest, "lora_request", one, raising=False)
+
+    def with_adapter(weights: int | None) -> tuple[ReplayEngine, Callable[[], None]]:
+        seen, marks = SeenAdapters(), MarksOfRequests(1)
+
+        def load() -> None:
+            stamp = seen.before(one)
+            if weights is not None:
+                seen.after(one, Model(1, {"q": Layer(weights)}), stamp)
+
+        def info(model: ReplayModel, blocks: int) -> Any:
+            return replace(plain(model, blocks), marks=marks, adapters=seen)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ReplayModel, "engine_info", info)
+            return node("v1"), load
+
+    prefill, load = with_adapter(sent)
+    load()
+    assert handed_over(prefill) == {"kvtiers": {"weights": ""}}, "its worker has yet to say"
+    params = handed_over(prefill)
+    decode, load = with_adapter(own)
+    decode.add(PROMPT, 12, kv_transfer_params=params)
+    decode.step()
+    load()  # as an engine does in the step that first runs a request of it
+    while decode.scheduler.busy:
+        decode.step()
+    decode.settle()
+    assert bool(measured(decode, "stored_blocks", "disk")) == is_stored
+    assert measured(decode, "other_weights", CHAIN) == (own is not None and not is_stored)

@@ -82,11 +82,13 @@ class RequestMark(MediaMark):
     so that nothing of it is loaded or stored.
 
     `adapter`: the name by which workers know the adapter that its blocks are computed with; empty:
-    none. `may_load`: whether the engine will compute with the weights that the keys stand for; a
-    worker that does not stores nothing, but what was loaded can't be taken back.
+    none. `content`: what names that one's weights, once it is `shared`. `may_load`: whether the
+    engine will compute with the weights that the keys stand for; a worker that does not stores
+    nothing, but what was loaded can't be taken back.
     """
 
     adapter: bytes = b""
+    content: bytes = b""
     may_load: bool = True
 
     @property

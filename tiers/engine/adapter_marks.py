@@ -273,8 +273,8 @@ class MarksOfRequests(RequestMarks):
             )
         elif not mark.steps:
             contents = b"".join(one.content for one in of_ranks)
-            whole = hashlib.blake2b(contents, digest_size=MARK_BYTES).digest()
-            mark.steps = [(0, whole), *_mask_steps(request, whole)]
+            mark.content = hashlib.blake2b(contents, digest_size=MARK_BYTES).digest()
+            mark.steps = [(0, mark.content), *_mask_steps(request, mark.content)]
             mark.shared = True
 
     # -- its files ---------------------------------------------------------------------------

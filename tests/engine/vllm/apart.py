@@ -46,9 +46,10 @@ class Node:
         transfer: Mapping[str, Any],
         blocks: int,
         tokens: int,
+        more: Mapping[str, Any] = {},
     ) -> None:
         """`at`: its socket and log without their endings. `transfer`: its KV transfer config.
-        `blocks`: of its paged KV. `tokens`: of the longest request."""
+        `blocks`: of its paged KV. `tokens`: of the longest request. `more`: of its settings."""
         engine = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -59,9 +60,10 @@ class Node:
             "enforce_eager": True,
             "disable_log_stats": False,
             "kv_transfer_config": dict(transfer),
+            **more,
         }
         self._open = contextlib.ExitStack()
-        self._made = jobs, model, at, transfer, blocks, tokens
+        self._made = jobs, model, at, transfer, blocks, tokens, more
         self.log = at.with_suffix(".log")
         self._path = at.with_suffix(".sock")
         self._path.unlink(missing_ok=True)
@@ -99,11 +101,18 @@ class Node:
         return json.loads(line)
 
     def ask(
-        self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any]
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        params: Mapping[str, Any],
+        adapter: Path | None = None,
     ) -> dict[str, Any]:
-        """Its tokens, and what else a response has; `params`: transfer parameters."""
-        sampling = {"extra_args": {"kv_transfer_params": params}}
-        answer: dict[str, Any] = self._asked({"ask": [prompt, max_tokens, {"sampling": sampling}]})
+        """Its tokens, and what else a response has; `params`: transfer parameters. `adapter`: the
+        folder of a LoRA adapter."""
+        more: dict[str, Any] = {"sampling": {"extra_args": {"kv_transfer_params": params}}}
+        if adapter is not None:
+            more["adapter"] = str(adapter)
+        answer: dict[str, Any] = self._asked({"ask": [prompt, max_tokens, more]})
         return answer
 
     def measured(self, *names: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import pytest
 
 from bench.apart import TO_PREFILL
 from tests.engine.vllm.apart import Apart, Node
+from tests.engine.vllm.checkpoints import write_adapter
 from tests.engine.vllm.recipes import recipe
-from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, BLOCK_TOKENS, Run, documents
+from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, BLOCK_TOKENS, LLAMA, Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS, disk
 from tests.support.clock import wait_for
 from tests.support.damage import damage_blocks
@@ -43,7 +44,8 @@ Start = Callable[..., Apart]
 @pytest.fixture
 def start(vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
     """Start a prefill and a decode node with paged KV of so many blocks, and a KV transfer
-    config of each. `change`: is called with the model's folder between the two starts."""
+    config of each. `change`: is called with the model's folder between the two starts. `more`:
+    settings of both."""
     nodes: list[Node] = []
     pairs: list[Apart] = []
 
@@ -51,13 +53,14 @@ def start(vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path) ->
         blocks: tuple[int, int],
         *configs: dict[str, Any],
         change: Callable[[Path], object] | None = None,
+        **more: Any,
     ) -> Apart:
         model = tiny_llama
         if change is not None:
             model = shutil.copytree(tiny_llama, tmp_path / "model")
         for role, size, config in zip(("prefill", "decode"), blocks, configs, strict=True):
             tokens = min(1024, (min(blocks) - 1) * BLOCK_TOKENS)
-            nodes.append(Node(vllm_jobs, model, tmp_path / role, config, size, tokens))
+            nodes.append(Node(vllm_jobs, model, tmp_path / role, config, size, tokens, more))
             if change is not None and role == "prefill":
                 nodes[-1].wait_until_it_runs()
                 change(model)
@@ -252,6 +255,47 @@ def test_behind_kv_of_other_weights_nothing_is_stored(
     assert stored(pair.decode) == before
     while stored(pair.decode) == before:  # of other requests something is
         pair.decode.ask(next(prompts), ANSWER, {})
+
+
+def test_behind_kv_of_another_adapter_of_the_same_name_nothing_is_stored(
+    start: Start, shared_server: RedisServer, tmp_path: Path
+) -> None:
+    """A trainer writes the next version between the two nodes' loading it."""
+    config = apart({"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)})
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
+    pair = start((26, 26), config, config, **lora)
+    prompts = (documents(1, SAID, seed)[0] for seed in count())
+
+    def stored(node: Node) -> float:
+        return float(node.measured()["tiers"]["ours/redis"].get("stored_blocks", 0))
+
+    def stores_behind(folder: Path, meanwhile: Callable[[], object] = int) -> bool:
+        """Whether the decode node does, of an adapter that the prefill node has identified."""
+        before = stored(pair.prefill)
+        while stored(pair.prefill) == before:
+            pair.prefill.ask(next(prompts), 1, {}, folder)
+        meanwhile()
+        while True:  # until the decode node has identified its own
+            prompt, before = next(prompts), stored(pair.decode)
+            pair.decode.ask(next(prompts), ANSWER, {}, folder)
+            if stored(pair.decode) > before:
+                break
+        first = pair.prefill.ask(prompt, 1, TO_PREFILL, folder)
+        before = stored(pair.decode)
+        pair.decode.ask(prompt, ANSWER, first["params"], folder)
+        return stored(pair.decode) > before
+
+    for node in pair.nodes:  # both tiers join once the weights are identified
+        while not stored(node):
+            node.ask(next(prompts), 1, {})
+    same, changed = (write_adapter(tmp_path / name, LLAMA, seed=1) for name in ("a", "b"))
+
+    def change() -> None:
+        shutil.rmtree(changed)
+        write_adapter(changed, LLAMA, seed=2)
+
+    assert stores_behind(same)
+    assert not stores_behind(changed, change)
 
 
 def loaded(measured: dict[str, Any]) -> float:

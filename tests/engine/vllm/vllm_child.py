@@ -141,7 +141,9 @@ def serve(job: dict[str, Any]) -> None:
 def answered(llm: Any, question: dict[str, Any]) -> Any:
     if "ask" in question:
         one = question["ask"]
-        return shown(llm.generate([prompt(*one)], [params(*one)], use_tqdm=False)[0])
+        lora = adapter(*one)
+        output = llm.generate([prompt(*one)], [params(*one)], use_tqdm=False, lora_request=lora)
+        return shown(output[0])
     settle(llm)
     names = question.get("total", ())
     return {"tiers": counters(llm), "total": {name: total(llm, name) for name in names}}

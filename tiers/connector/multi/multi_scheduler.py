@@ -302,7 +302,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             # A step in flight when tiers came has no part for them.
             parts = (*whole.metadata, *(None,) * (len(self.children) - len(whole.metadata)))
             if whole.weights is not None:
-                self._requests.engine.marks.take_reports(whole.weights.adapters)
+                self._requests.take_reports(whole.weights.adapters)
             if whole.changes is not None and self._changes is not None:
                 self._changes.heard(whole.changes)
 
@@ -419,7 +419,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         not known, which none of its weights is."""
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Mapping) and params.get("do_remote_decode"):
-            weights = self._requests.weights
+            weights = self._requests.weights_of(request)
             return {} if weights is None else {WEIGHTS: weights}
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
         return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}

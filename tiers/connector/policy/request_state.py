@@ -25,7 +25,7 @@ from tiers.connector.policy.tenant_counts import TenantCounts
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
-from tiers.contract.marks import MediaMark, RequestMark, joined
+from tiers.contract.marks import AdapterReports, MediaMark, RequestMark, joined
 from tiers.contract.protocols import (
     NULL_BLOCK,
     BlockCopy,
@@ -189,20 +189,32 @@ class RequestTable:
         """A shared tier's workers know what names the engine's weights; empty: not yet."""
         before, self._weights = self._weights, weights or self._weights or ""
         if self._weights != before:
-            for request_state in self._states.values():
-                if request_state.may_store:
-                    request_state.may_store = self._is_of_these_weights(request_state.request)
+            self._judge()
 
-    @property
-    def weights(self) -> str | None:
-        """What names the weights of this generation to other nodes; empty: that is not known yet;
-        None: no tier is shared."""
-        return self._weights and self._weights + self.generation.tag.hex()
+    def take_reports(self, reports: AdapterReports) -> None:
+        """Take which adapters workers have loaded since their last report."""
+        self.engine.marks.take_reports(reports)
+        if any(reports.values()):
+            self._judge()
+
+    def _judge(self) -> None:
+        """More is known of the weights that requests are computed with."""
+        for request_state in self._states.values():
+            if request_state.may_store:
+                request_state.may_store = self._is_of_these_weights(request_state.request)
+
+    def weights_of(self, request: Request) -> str | None:
+        """What names the weights of this generation, and of the request's adapter, to other nodes;
+        empty: that is not known yet; None: no tier is shared."""
+        weights, mark = self._weights, self.engine.marks.of(request)
+        if weights and (mark.shared or not mark.adapter):
+            return weights + self.generation.tag.hex() + mark.content.hex()
+        return weights and ""
 
     def _is_of_these_weights(self, request: Request) -> bool:
-        """Whether what is computed for a request is of this generation's weights alone, as far as
-        the node says that sends a part of its KV."""
-        entry, ours = entry_of(request), self.weights
+        """Whether what is computed for a request is of its own weights alone, as far as the node
+        says that sends a part of its KV."""
+        entry, ours = entry_of(request), self.weights_of(request)
         sent = entry.get(WEIGHTS) if isinstance(entry, Mapping) else None
         if sent is None or not ours or sent == ours:
             return True
