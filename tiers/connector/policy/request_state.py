@@ -204,8 +204,8 @@ class RequestTable:
                 request_state.may_store = self._is_of_these_weights(request_state.request)
 
     def weights_of(self, request: Request) -> str | None:
-        """What names the weights of this generation, and of the request's adapter, to other nodes;
-        empty: that is not known yet; None: no tier is shared."""
+        """What names the weights of this generation and of the request's adapter to other nodes;
+        empty: not known yet; None: no tier is shared."""
         weights, mark = self._weights, self.engine.marks.of(request)
         if weights and (mark.shared or not mark.adapter):
             return weights + self.generation.tag.hex() + mark.content.hex()
