@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from operator import eq
-from typing import Any
+from typing import Any, TypeVar
 
 from tiers.block import (
     HEADER_BYTES,
@@ -37,6 +37,8 @@ from tiers.remote.stream import (
     read_status,
 )
 from tiers.remote.topology import FAILURES, Kind, Operation, open_topology
+
+T = TypeVar("T")
 
 _SCAN = b"500"
 _NOTES = b"namespace:"
@@ -186,14 +188,7 @@ class RedisRecords:
         return dropped == [True]
 
     def drop(self, some: Sequence[StoredRecord]) -> None:
-        names = [record.name for record in some]
-
-        def operation(stream: Stream, positions: Sequence[int]) -> None:
-            stream.send([each_command(b"UNLINK", [names[position] for position in positions])])
-            for _ in positions:
-                read_integer(stream)
-
-        self._dispatch(names, "writes", operation)
+        self._ask([record.name for record in some], "writes", read_integer, b"UNLINK")
 
     def others(self) -> bool | None:
         """A server's other clients may be engines, and may be none."""
@@ -202,58 +197,26 @@ class RedisRecords:
     def notes(self) -> Mapping[bytes, bytes]:
         found: dict[bytes, bytes] = {}
         for names in self._scan(self._prefix + _NOTES):
-            found.update(self._get_notes(names))
-        return found
-
-    def _get_notes(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = {}
-
-        def operation(stream: Stream, positions: Sequence[int]) -> None:
-            here = [names[position] for position in positions]
-            stream.send([each_command(b"GET", here)])
-            for name in here:
-                text = _bulk(stream)
-                with suppress(ValueError):
-                    space = bytes.fromhex(name[len(self._prefix + _NOTES) :].decode())
+            for position, text in self._ask(names, "reads", _bulk, b"GET").items():
+                with suppress(ValueError):  # a mark's, or of somebody else
+                    space = bytes.fromhex(names[position][len(self._prefix + _NOTES) :].decode())
                     found.update({space: text} if text else {})
-
-        self._dispatch(names, "reads", operation)
         return found
 
     def note(self, namespace: bytes, text: bytes) -> None:
-        name = self._prefix + _NOTES + namespace.hex().encode()
-
-        def operation(stream: Stream, _: Sequence[int]) -> None:
-            if not text:
-                stream.send([command(b"UNLINK", name)])
-                read_integer(stream)
-                return
-            stream.send([command(b"SET", name, text, *self._ttl)])
-            read_status(stream)
-
-        self._dispatch([name], "writes", operation)
+        names = [self._prefix + _NOTES + namespace.hex().encode()]
+        if text:
+            self._ask(names, "writes", read_status, b"SET", text, *self._ttl)
+        else:
+            self._ask(names, "writes", read_integer, b"UNLINK")
 
     def mark(self, names: Sequence[bytes]) -> None:
         keys = self._mark_names(names)
-
-        def operation(stream: Stream, positions: Sequence[int]) -> None:
-            more = b"1", b"PX", _MARK_MS
-            stream.send([command(b"SET", keys[position], *more) for position in positions])
-            for _ in positions:
-                read_status(stream)
-
-        self._dispatch(keys, "writes", operation)
+        self._ask(keys, "writes", read_status, b"SET", b"1", b"PX", _MARK_MS)
 
     def marked(self, names: Sequence[bytes]) -> list[bool]:
-        keys, found = self._mark_names(names), [False] * len(names)
-
-        def operation(stream: Stream, positions: Sequence[int]) -> None:
-            stream.send([each_command(b"EXISTS", [keys[position] for position in positions])])
-            for position in positions:
-                found[position] = read_integer(stream) > 0
-
-        self._dispatch(keys, "reads", operation)
-        return found
+        found = self._ask(self._mark_names(names), "reads", read_integer, b"EXISTS")
+        return [found.get(position, 0) > 0 for position in range(len(names))]
 
     def _mark_names(self, names: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + _NOTES + _MARKS + name.hex().encode() for name in names]
@@ -263,6 +226,27 @@ class RedisRecords:
 
     def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
         return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
+
+    def _ask(
+        self,
+        names: Sequence[bytes],
+        kind: Kind,
+        read: Callable[[Stream], T],
+        verb: bytes,
+        *after: bytes,
+    ) -> dict[int, T]:
+        """Send `verb name *after` for each name. Returns what `read` makes of each answer, by the
+        name's position; those of nodes that are down are left out."""
+        found: dict[int, T] = {}
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            here = [names[position] for position in positions]
+            stream.send([each_command(verb, here, *after)])
+            for position in positions:
+                found[position] = read(stream)
+
+        self._dispatch(names, kind, operation)
+        return found
 
     def _dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, num_bytes: int = 0

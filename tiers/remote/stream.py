@@ -321,17 +321,12 @@ def read_length(stream: Stream, ahead: int) -> int:
 
 
 def _read(stream: Stream, kind: bytes, ahead: int) -> bytes:
-    found, rest = _line(stream, ahead)
-    if found != kind:
-        raise StreamError("not the reply of a Redis server")
-    return rest
-
-
-def _line(stream: Stream, ahead: int) -> tuple[bytes, bytes]:
     line = stream.line(ahead)
     if line.startswith(b"-"):
         raise ServerError(line[1:].decode(errors="replace"))
-    return line[:1], line[1:]
+    if line[:1] != kind:
+        raise StreamError("not the reply of a Redis server")
+    return line[1:]
 
 
 def _number(digits: bytes) -> int:
