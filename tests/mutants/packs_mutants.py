@@ -156,9 +156,9 @@ MUTANTS = (
     SEARCH.but(
         "prefixes",
         "what is known ends with one pack",
-        "        spans.append(Span(keys[at], at, count))\n        at += count\n    return spans\n\n\ndef cover",
-        "        spans.append(Span(keys[at], at, count))\n        break\n    return spans\n\n\ndef cover",
-        equal="a guess that is short costs a look, which finds the same packs",
+        "        spans.append(Span(keys[at], at, count))\n        at += count\n",
+        "        spans.append(Span(keys[at], at, count))\n        break\n",
+        equal="a guess or a walk that is short costs a look, which finds the same packs",
     ),
     SEARCH.but(
         "prefixes",

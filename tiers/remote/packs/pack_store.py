@@ -241,7 +241,7 @@ class PackStore:
 
     def _guess(self, group: _Group) -> list[_Piece]:
         """Where the blocks lie: as is known, or else all in the pack that begins their group."""
-        spans = search.walk_known(group.keys, self._known.get)
+        spans = search.walk_known(group.keys, 0, len(group.keys), self._known.get)
         if not spans or spans[-1].stop <= max(group.wanted):
             spans = [Span(group.keys[0], 0, len(group.keys))]
         return _pieces(group, spans, ())

@@ -42,15 +42,26 @@ def walk(
     ahead = 1
     while at < stop:
         found = yield keys[at : min(at + ahead, stop)]
-        if found[keys[at]] is None:
+        more = walk_known(keys, at, stop, found.get)
+        if not more:
             break
-        while at < stop and (index := found.get(keys[at])) is not None:
-            count = min(index.matches(keys, at), stop - at)
-            if not count:  # a digest's accident, or a pack under another's name
-                return spans
-            spans.append(Span(keys[at], at, count))
-            at += count
+        spans += more
+        at = more[-1].stop
         ahead = AHEAD
+    return spans
+
+
+def walk_known(
+    keys: Sequence[bytes], at: int, stop: int, known: Callable[[bytes], Index | None]
+) -> list[Span]:
+    """As `walk`, as far as the packs are known."""
+    spans: list[Span] = []
+    while at < stop and (index := known(keys[at])) is not None:
+        count = min(index.matches(keys, at), stop - at)
+        if not count:  # a digest's accident, or a pack under another's name
+            break
+        spans.append(Span(keys[at], at, count))
+        at += count
     return spans
 
 
@@ -66,19 +77,6 @@ def packs_among(keys: Sequence[bytes], found: Found, at: int = 0) -> list[Span]:
     return spans
 
 
-def walk_known(keys: Sequence[bytes], known: Callable[[bytes], Index | None]) -> list[Span]:
-    """As `walk` from the first block on, as far as the packs are known."""
-    spans: list[Span] = []
-    at = 0
-    while at < len(keys) and (index := known(keys[at])) is not None:
-        count = index.matches(keys, at)
-        if not count:
-            break
-        spans.append(Span(keys[at], at, count))
-        at += count
-    return spans
-
-
 def cover(
     keys: Sequence[bytes], wanted: Sequence[int], known: Callable[[bytes], Index | None]
 ) -> Generator[Sequence[bytes], Found, list[Span]]:
@@ -86,7 +84,8 @@ def cover(
     from its first block on, or, if packs are missing before, from the first one that is wanted.
     What is `known` to lie before that is not asked for: an answer's blocks come one by one."""
     first, stop = wanted[0], wanted[-1] + 1
-    before = [span.stop for span in walk_known(keys, known) if span.stop <= first]
+    known_spans = walk_known(keys, 0, len(keys), known)
+    before = [span.stop for span in known_spans if span.stop <= first]
     at = before[-1] if before else 0
     spans = yield from walk(keys, at, stop)
     if (spans[-1].stop if spans else at) < first:
