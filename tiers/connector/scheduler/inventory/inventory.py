@@ -252,7 +252,7 @@ class Inventory:
         """Keep a run in a file, where the next engine finds it; else remember it."""
         should_last = lasts and self._folder is not None
         try:
-            if should_last and self._journal is not None and not self._journal.append([run]):
+            if should_last and self._journal is not None and self._journal.append(run):
                 self._logged = ""
                 return
         except OSError:
@@ -271,7 +271,7 @@ class Inventory:
         for file in journal.dead():
             for run in read(file):
                 for held in self._held(run):
-                    if journal.append([held]):
+                    if not journal.append(held):
                         self._remember(held, should_last=True)
                     self._rate.take(len(held.keys))
                     self._give(Due(held, held=True))

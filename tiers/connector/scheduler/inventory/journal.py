@@ -18,7 +18,7 @@ import secrets
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,32 +41,27 @@ class Journal:
         self._all = folder
         for part in (folder.parent, folder):
             part.mkdir(mode=0o700, exist_ok=True)
-        self._mine, lock = _new(folder)
-        self._locks = [lock]
+        self._mine, self._lock = _new(folder)
         self._number = 0
         self._open: int | None = None
         self._open_bytes = self._bytes = 0
 
-    def append(self, runs: Iterable[Run]) -> int:
-        """Add runs; how many blocks of them could not be added."""
-        left = 0
-        for run in runs:
-            try:
-                packed = pack(run)
-            except (ValueError, TypeError, OverflowError):
-                left += len(run.keys)
-                continue
-            if self._bytes + len(packed) > MAX_BYTES:
-                left += len(run.keys)
-                continue
-            if self._open is None or self._open_bytes + len(packed) > SEGMENT_BYTES:
-                self.rotate()
-                self._number += 1
-                self._open = _create(self._mine / f"{self._number:08}{_SUFFIX}")
-            _write(self._open, packed)
-            self._open_bytes += len(packed)
-            self._bytes += len(packed)
-        return left
+    def append(self, run: Run) -> bool:
+        """Add a run; False: there is no room, or it can't be packed."""
+        try:
+            packed = pack(run)
+        except (ValueError, TypeError, OverflowError):
+            return False
+        if self._bytes + len(packed) > MAX_BYTES:
+            return False
+        if self._open is None or self._open_bytes + len(packed) > SEGMENT_BYTES:
+            self.rotate()
+            self._number += 1
+            self._open = _create(self._mine / f"{self._number:08}{_SUFFIX}")
+        _write(self._open, packed)
+        self._open_bytes += len(packed)
+        self._bytes += len(packed)
+        return True
 
     def rotate(self) -> None:
         """Close the file that is being written."""
@@ -127,10 +122,9 @@ class Journal:
         return before
 
     def close(self) -> None:
+        """Call it once: nothing may be added afterwards."""
         self.rotate()
-        for lock in self._locks:
-            release(lock)
-        self._locks.clear()
+        release(self._lock)
 
 
 def read(file: Path) -> list[Run]:
