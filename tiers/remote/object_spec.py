@@ -153,7 +153,7 @@ class ObjectSpec(StoreSpec):
 
         try:
             from tiers.remote.obstore_bucket import ObstoreBucket
-            from tiers.remote.obstore_client import ClientSettings, open_client
+            from tiers.remote.obstore_client import open_client
         except ModuleNotFoundError as error:
             raise TierUnusable(f"it needs {error.name}: install kvtiers[object]") from error
         from tiers.remote.packs.pack import PACK_BYTES
@@ -164,7 +164,6 @@ class ObjectSpec(StoreSpec):
         config |= {"endpoint": self.endpoint} if self.endpoint else {}
         config |= {"region": self.region} if self.region else {}
         transfer = self.timeout + max(payload_bytes, PACK_BYTES) / SLOWEST
-        settings = ClientSettings(self.url, config, self.secrets, self.timeout, transfer)
+        make = partial(open_client, self.url, config, self.secrets, self.timeout, transfer)
         prefix = "" if parts.scheme == "file" else parts.path
-        make = partial(open_client, settings)
         return ObstoreBucket(make, self.url, prefix, self.timeout)

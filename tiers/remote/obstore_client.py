@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
@@ -16,36 +16,33 @@ from tiers.errors import TierUnusable
 _STORES: Mapping[str, Callable[..., Any]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
-class ClientSettings(NamedTuple):
-    """What a client is made of. `config`: by obstore's names. `timeout`: for connecting, and
-    `transfer`: for a request that moves a pack; in seconds."""
+def open_client(
+    url: str,
+    config: Mapping[str, str],
+    secrets: Mapping[str, Secret],
+    connect_seconds: float,
+    transfer_seconds: float,
+) -> Any:
+    """Make obstore's store. Reads credentials, connects to nothing. Raises TierUnusable.
 
-    url: str
-    config: Mapping[str, str]
-    secrets: Mapping[str, Secret]
-    timeout: float
-    transfer: float
-
-
-def open_client(settings: ClientSettings) -> Any:
-    """Make obstore's store; connects to nothing. Reads credentials. Raises TierUnusable."""
-    parts = urlsplit(settings.url)
+    `config`, `secrets`: by obstore's names. `transfer_seconds`: of a request that moves a pack.
+    """
+    parts = urlsplit(url)
     try:
         if parts.scheme == "file":
             return LocalStore(parts.path, mkdir=True)
-        secrets = {name: secret.reveal() for name, secret in settings.secrets.items()}
-        seconds = timedelta(seconds=settings.timeout)
+        revealed = {name: secret.reveal() for name, secret in secrets.items()}
         return _STORES[parts.scheme](
             parts.netloc,
-            config={**settings.config, **secrets},
+            config={**config, **revealed},
             client_options={
-                "timeout": timedelta(seconds=settings.transfer),
-                "connect_timeout": seconds,
-                "allow_http": settings.config.get("endpoint", "").startswith("http://"),
+                "timeout": timedelta(seconds=transfer_seconds),
+                "connect_timeout": timedelta(seconds=connect_seconds),
+                "allow_http": config.get("endpoint", "").startswith("http://"),
             },
             retry_config={"max_retries": 0},  # whoever calls it has a budget
         )
     except (BaseError, ValueError, OSError) as error:
         # Not chained, and without a text that may quote a secret.
-        shown = type(error).__name__ if settings.secrets else str(error).partition("\n")[0]
-        raise TierUnusable(f"{settings.url}: the client can't be made: {shown}") from None
+        shown = type(error).__name__ if secrets else str(error).partition("\n")[0]
+        raise TierUnusable(f"{url}: the client can't be made: {shown}") from None
