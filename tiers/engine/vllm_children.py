@@ -49,16 +49,16 @@ def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
     KVTransferConfig does, and perhaps a `name`; engine id, role and failure policy are the parent's
     unless it says otherwise. Raises ValueError."""
     parent = vllm_config.kv_transfer_config
-    inherited = {
-        "engine_id": parent.engine_id,
-        "kv_role": parent.kv_role,
-        "kv_load_failure_policy": parent.kv_load_failure_policy,
-    }
-    entries = parent.kv_connector_extra_config.get("connectors", [])
-    names = child_names(entries)
+    extra = parent.kv_connector_extra_config
+    names = child_names(extra.get("connectors", []))
+    transfers = _transfers(
+        extra,
+        engine_id=parent.engine_id,
+        kv_role=parent.kv_role,
+        kv_load_failure_policy=parent.kv_load_failure_policy,
+    )
     return [
-        _child(name, {**inherited, **entry}, vllm_config)
-        for name, entry in zip(names, entries, strict=True)
+        _child(name, transfer, vllm_config) for name, transfer in zip(names, transfers, strict=True)
     ]
 
 
@@ -73,8 +73,7 @@ def child_names(entries: list[dict[str, Any]]) -> list[str]:
     return resolve_names(named)
 
 
-def _child(name: str, settings: dict[str, Any], vllm_config: VllmConfig) -> ChildConfig:
-    transfer = KVTransferConfig(**{k: v for k, v in settings.items() if k != "name"})
+def _child(name: str, transfer: KVTransferConfig, vllm_config: VllmConfig) -> ChildConfig:
     config = copy.copy(vllm_config)
     config.kv_transfer_config = transfer
     return ChildConfig(name, child_class(transfer), config)
