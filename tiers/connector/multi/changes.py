@@ -174,7 +174,8 @@ class Changes:
         self._failed = ""
         self._number = 0
         self._until = 0.0
-        self._attached: dict[int, LiveTier] = {}
+        self._attached: dict[int, tuple[str, LiveTier]] = {}
+        """The tiers that come with the stage, each with its name, by their places."""
         self._reports = ChangeReport()
         self._opening: Future[None] | None = None
         self._leaving: dict[int, _Leaving] = {}
@@ -314,7 +315,7 @@ class Changes:
             place = names.index(name) if name in names else free
             free += place == free
             attach[place] = tier
-            self._attached[place] = self._rebuilder.make(tier, stage.chain)
+            self._attached[place] = name, self._rebuilder.make(tier, stage.chain)
         self._state = "preparing"
         return [self._order("prepare", stage, attach)]
 
@@ -331,7 +332,7 @@ class Changes:
         shakes = self._reports.handshakes
         tiers = [
             (tier, sorted(shakes.get(place, ()), key=lambda shake: shake.rank))
-            for place, tier in self._attached.items()
+            for place, (_, tier) in self._attached.items()
         ]
 
         def open_all() -> None:
@@ -344,8 +345,8 @@ class Changes:
         half, orders = self._half, list[ChangeOrder]()
         if self._attached or stage.retune:
             orders = [self._order("commit", stage, {})]
-        for place, tier in self._attached.items():
-            half.put_child(place, self._name_at(stage, place), tier)
+        for place, (name, tier) in self._attached.items():
+            half.put_child(place, name, tier)
         self._attached = {}
         places = {name: place for place, name in enumerate(half.names)}
         order = [places[tier.tier_name] for tier in stage.chain.tiers]
@@ -357,13 +358,6 @@ class Changes:
         self._stages.popleft()
         self._state, self._until = "draining", self._now() + DRAIN_SECONDS
         return orders + self._detach() + self._drained(pending)
-
-    def _name_at(self, stage: Stage, place: int) -> str:
-        names = self._half.names
-        if place < len(names):
-            return names[place]
-        new = [name for name in stage.attach if name not in names]
-        return new[place - len(names)] if new else ""
 
     def _drained(self, pending: PendingChange) -> list[ChangeOrder]:
         """Go on with the next stage, or end, once what leaves has left."""
@@ -396,7 +390,7 @@ class Changes:
 
     def _abort(self, pending: PendingChange, why: str) -> list[ChangeOrder]:
         """Close what was prepared; go back to the chain of before, if a stage is in effect."""
-        for tier in self._attached.values():
+        for _, tier in self._attached.values():
             in_background(tier.shutdown, "abort")
         self._attached = {}
         order = ChangeOrder(self._number, "abort")
@@ -430,7 +424,7 @@ class Changes:
         with self._asking:
             self._is_closed = True
             pending, self._pending = self._pending, None
-        for tier in self._attached.values():
+        for _, tier in self._attached.values():
             in_background(tier.shutdown, "abort")
         if pending is not None:
             pending.end(self.version, "the engine ended before it")

@@ -32,7 +32,6 @@ class ChangeParts:
 class _Prepared:
     number: int
     attach: dict[int, Any]
-    names: dict[int, str]
     resized: tuple[int, ...]
     resize: Future[str] | None = None
     why: str = ""
@@ -68,11 +67,10 @@ class WorkerChanges:
 
     def _prepare(self, order: ChangeOrder) -> None:
         self._is_reported = False
-        self._prepared = prepared = _Prepared(order.number, {}, {}, order.resized)
+        self._prepared = prepared = _Prepared(order.number, {}, order.resized)
         try:
             for place, tier in order.attach.items():
                 made = prepared.attach[place] = self._parts.make(tier)
-                prepared.names[place] = tier.tier_name
                 made.open_beside()
         except (RuntimeError, OSError) as error:  # no thread or memory can be had
             prepared.why = describe_error(error)
@@ -89,7 +87,7 @@ class WorkerChanges:
         prepared, self._prepared = self._prepared, None
         for place, child in prepared.attach.items() if prepared is not None else ():
             before = self._half.children[place:]
-            self._half.put_child(place, prepared.names[place] if prepared else "", child)
+            self._half.put_child(place, child.tier, child)
             if before:
                 before[0].shutdown()  # it stood in for the tier, and has nothing
         for place, tier in order.retune.items():
@@ -140,9 +138,9 @@ class WorkerChanges:
     def _outcome(self, prepared: _Prepared) -> str | None:
         """Why this rank can't; empty: it is ready; None: not known yet."""
         reasons: list[str | None] = []
-        for place, child in prepared.attach.items():
+        for child in prepared.attach.values():
             why = child.opened()
-            reasons.append(why and f"tier {prepared.names[place]}: {why}")
+            reasons.append(why and f"tier {child.tier}: {why}")
         if prepared.resize is not None:
             reasons.append(_result(prepared.resize))
         refused = next((why for why in reasons if why), None)
