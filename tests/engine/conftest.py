@@ -19,6 +19,7 @@ import yaml
 from spec.chain import ChainSpec
 from tests.engine.vllm.checkpoints import write_model
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
+from tests.support.process_worker import ProcessWorker
 from tests.support.replay_chains import MODEL, close, cpu, disk, redis
 from tests.support.servers import RedisServer
 from tests.support.slow_store import STORES, TroubledStore
@@ -38,7 +39,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngi
     monkeypatch.setattr(reopening, "REACH_SECONDS", 30.0)
     engines: list[ReplayEngine] = []
 
-    def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:
+    def make(chain: ChainSpec | None, *, processes: bool = False, **options: Any) -> ReplayEngine:
+        if processes:
+            options["make_worker"] = ProcessWorker
         engines.append(ReplayEngine(chain, options.pop("model", MODEL), **options))
         return engines[-1]
 

@@ -19,7 +19,6 @@ from tiers.connector.worker import host_slots, loading, offloading_worker
 from tiers.gpu import cuda
 from tiers.gpu.pages import PageCopies
 from tiers.lab.replay import ReplayEngine
-from tiers.lab.replay import engine as replay_engine
 from tiers.lab.replay.blocks import STATE
 from tiers.lab.replay.model import VOCABULARY, ReplayModel, kv_of, states
 from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, Work
@@ -71,7 +70,7 @@ class StreamedWorker(LocalWorker):
         self.wrong: list[str] = []
         self.computed = 0
 
-    def execute(self, step: Step) -> StepOutput:
+    def end(self, step: Step) -> StepOutput:
         connector = self.connector
         assert connector is not None
         output = StepOutput()
@@ -189,10 +188,10 @@ class StreamedEngine(ReplayEngine):
         for module in (cuda, loading, offloading_worker, host_slots):
             patch.setattr(module, "wait", self.threads.wait)
         patch.setattr(host_slots, "Prefault", lambda *_: None)  # a thread, which no model waits for
-        patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
         self.tells_of_sleep = tells_of_sleep
         opener = partial(StreamedCopier, in_step=not tells_of_sleep)
-        super().__init__(chain, runner.model, open_copier=opener, now=self.clock, **options)
+        options |= {"open_copier": opener, "make_worker": StreamedWorker, "now": self.clock}
+        super().__init__(chain, runner.model, **options)
         (only,) = self.workers
         assert isinstance(only, StreamedWorker) and only.connector is not None
         self.worker = only
@@ -207,7 +206,7 @@ class StreamedEngine(ReplayEngine):
         """Begin a step, and end the one before it that is not to be in flight any more."""
         step = self.scheduler.plan()
         self.scheduler.give_orders(step)
-        self._executing.append((step, self.worker.execute(step)))
+        self._executing.append((step, self.worker.end(step)))
         while len(self._executing) > (self.worker.runner.ahead if step.work else 0):
             self._end_oldest()
         self.take_stats()

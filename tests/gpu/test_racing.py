@@ -25,7 +25,6 @@ from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda
 from tiers.gpu.pages import Copies
 from tiers.lab.replay import ReplayEngine
-from tiers.lab.replay import engine as replay_engine
 from tiers.lab.replay.blocks import STATE
 from tiers.lab.replay.model import kv_of, states
 from tiers.lab.replay.requests import Step, Work
@@ -107,7 +106,7 @@ class RacingWorker(StreamedWorker):
         return {name for name, total, expected in self.sums if int(total) != expected}
 
 
-def race(device: str, runner: Runner, patch: pytest.MonkeyPatch) -> set[str]:
+def race(device: str, runner: Runner) -> set[str]:
     """Requests that were computed with wrong KV, of some that share prefixes, more than the engine
     has room for."""
     plain = runner.model is MODEL
@@ -116,10 +115,9 @@ def race(device: str, runner: Runner, patch: pytest.MonkeyPatch) -> set[str]:
     tiers = CpuSpec(type="cpu", capacity=slots * SLOT), store
     staging = 2 * slots * SLOT
     chain = ChainSpec(version=1, load_when="always", staging=staging, tiers=tiers)
-    patch.setattr(replay_engine, "LocalWorker", RacingWorker)
     model = replace(runner.model, device=device)
     options: Any = {"num_blocks": 20 if plain else 44, "prefix_caching": plain}
-    engine = ReplayEngine(chain, model, batch_tokens=64, **options)
+    engine = ReplayEngine(chain, model, batch_tokens=64, make_worker=RacingWorker, **options)
     (worker,) = engine.workers
     assert isinstance(worker, RacingWorker)
     worker.runner, worker.requests, worker.sums = runner, engine.scheduler.requests, []
@@ -139,12 +137,10 @@ def race(device: str, runner: Runner, patch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("runner", ["V1 and V2", "states on V1", "states on V2"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compute_that_waits_for_nobody_reads_what_was_stored(
-    device: str, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compute_that_waits_for_nobody_reads_what_was_stored(device: str, runner: str) -> None:
     if device == "cpu" and RUNNERS[runner].overwrites_early:
         pytest.skip("the CPU has no such runner, and no order of its own")
-    assert race(device, RUNNERS[runner], monkeypatch) == set()
+    assert race(device, RUNNERS[runner]) == set()
 
 
 @needs_cuda
@@ -153,7 +149,7 @@ def test_a_wait_that_is_taken_away_is_missed(wait: str, monkeypatch: pytest.Monk
     _take_away(site_of(wait), monkeypatch)
     if wait == "gather.hold_engine()":
         _delay_gathers(monkeypatch)
-    assert race("cuda", RUNNERS[RACED[wait]], monkeypatch)
+    assert race("cuda", RUNNERS[RACED[wait]])
 
 
 def _delay_gathers(patch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_answers_are_those_without_tiers(device: str, model: ReplayModel, tmp_pa
 
 def layers(engine: ReplayEngine) -> list[torch.Tensor]:
     """The paged KV of the one rank."""
-    return list(engine.workers[0].kv.values())  # type: ignore[union-attr]
+    return list(engine.workers[0].kv.values())  # type: ignore[attr-defined]
 
 
 class Counting(CpuCopier):

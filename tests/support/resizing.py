@@ -12,7 +12,7 @@ def halves(engine: ReplayEngine, tier: str) -> tuple[Any, list[Any]]:
     """The scheduler's half of a tier, and each worker's."""
     assert engine.connector is not None
     place = engine.connector.names.index(tier)
-    workers = [worker.connector.children[place] for worker in engine.workers]  # type: ignore[union-attr]
+    workers = [worker.connector.children[place] for worker in engine.workers]  # type: ignore[attr-defined]
     return engine.connector.children[place], workers
 
 

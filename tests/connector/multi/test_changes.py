@@ -22,6 +22,7 @@ from tests.support.changing import (
     tiers_of,
     until_open,
 )
+from tests.support.process_worker import ProcessWorker
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -52,7 +53,7 @@ def both(path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def worker_changes(engine: ReplayEngine, rank: int) -> Any:
-    return engine.workers[rank].connector._chain_changes  # type: ignore[union-attr]
+    return engine.workers[rank].connector._chain_changes  # type: ignore[attr-defined]
 
 
 def test_the_order_and_the_policy_take_effect_in_one_step(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_settings_of_a_tier_and_of_the_chain(tmp_path: Path) -> None:
         assert measured(engine, "stored_blocks", "cpu") > 0
         assert not measured(engine, "stored_blocks", "disk"), "its third request is to come"
         for worker in engine.workers:
-            half: Any = worker.connector.children[1]  # type: ignore[union-attr]
+            half: Any = worker.connector.children[1]  # type: ignore[attr-defined]
             assert half._rate_limit.rate == 1e9 / 2
             assert {breaker.deadline for breaker in half._store._names} == {77.0}
         assert engine.connector is not None
@@ -91,7 +92,7 @@ def test_settings_of_a_tier_and_of_the_chain(tmp_path: Path) -> None:
 def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
     """Each rank in a process of its own, so that all that crosses is pickled."""
     a, b = cpu(8), disk(tmp_path)
-    with running(chain_of(a, b), processes=True) as engine:
+    with running(chain_of(a, b), make_worker=ProcessWorker) as engine:
         served(engine, PROMPT)
         assert served(engine, PROMPT)["disk"] > 0
         assert not change(engine, chain_of(a)).why
@@ -140,7 +141,7 @@ def test_one_that_fails_on_a_rank_is_closed_on_all(tmp_path: Path) -> None:
         assert pending.version == 1 and "rank 1" in pending.why and TOO_SMALL in pending.why
         assert changes_of(engine).chain == chain_of(a)
         for worker in engine.workers:
-            assert len(worker.connector.children) == 1  # type: ignore[union-attr]
+            assert len(worker.connector.children) == 1  # type: ignore[attr-defined]
         assert served(engine, PROMPT) == {"cpu": WHOLE}
         wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))
         second._parts = whole
@@ -154,7 +155,7 @@ def test_a_tier_is_opened_anew_for_what_it_takes_only_then(tmp_path: Path) -> No
     with running(chain_of(a, b)) as engine:
         served(engine, PROMPT)
         assert not change(engine, chain_of(a, {**b, "durability": "sync"})).why
-        half: Any = engine.workers[1].connector.children[1]  # type: ignore[union-attr]
+        half: Any = engine.workers[1].connector.children[1]  # type: ignore[attr-defined]
         assert half._store.now()._folder.access.durability == "sync"
         assert served(engine, PROMPT)["disk"] > 0
         assert changes_of(engine).version == 2
@@ -239,7 +240,7 @@ def test_memory_of_a_change_that_was_refused_is_not_the_next_ones(
         finish(engine, pending)
         assert not pending.why
         served(engine, PROMPT)  # behind it nothing is taken or given back any more
-        host: Any = engine.workers[0].connector.children[0]._host  # type: ignore[union-attr]
+        host: Any = engine.workers[0].connector.children[0]._host  # type: ignore[attr-defined]
         host._mover.submit(int).result()
         assert len(host.memory.rows) == scheduler_of(engine).pool.num_slots == 128 + 64
 

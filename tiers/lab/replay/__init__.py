@@ -2,7 +2,7 @@
 
 `ReplayEngine` computes, with a model whose every answer shows its KV: continuous batching, chunked
 prefill, its own prefix cache, preemption, loads beside the steps and recomputation of failed ones,
-over paged torch tensors; workers in this process or in their own. `TimedEngine` is the same engine
+over paged torch tensors, with a worker for each rank. `TimedEngine` is the same engine
 for a trace (see `replay_trace.py`): it computes by waiting, in the time of a clock.
 """
 

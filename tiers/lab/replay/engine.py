@@ -26,7 +26,7 @@ from tiers.lab.replay.blocks import BlockPool, has_null
 from tiers.lab.replay.model import VOCABULARY, ReplayModel
 from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, describe
 from tiers.lab.replay.scheduler import ReplayScheduler
-from tiers.lab.replay.worker import LocalWorker, ProcessWorker, Worker
+from tiers.lab.replay.worker import LocalWorker, Worker
 
 MAX_IDLE_STEPS = 100_000
 SETTLE_SECONDS = 60.0
@@ -47,12 +47,12 @@ class Computed(NamedTuple):
 class ReplayEngine:
     """Runs requests over a chain of tiers, or without one (`chain` None).
 
-    `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
-    so that all that crosses is pickled. `facts` name the model to the namespace, as do
-    `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
-    `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: those that the scheduler and then
-    each rank report. `weights`: of each rank. `root`: see `worker_parts`. With two
-    `steps_in_flight` a step is planned and computed before the last one's results are taken in.
+    `world_size` ranks hold a share of the KV each, and `make_worker` makes each of them. `facts`
+    name the model to the namespace, as do `late_facts`. With `kv_events` the connector's events
+    gather in `events`. `drops_last`: see `EngineInfo`. `now`: the chain's clock, in seconds.
+    `hosts`: those that the scheduler and then each rank report. `weights`: of each rank. `root`:
+    see `worker_parts`. With two `steps_in_flight` a step is planned and computed before the last
+    one's results are taken in.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReplayEngine:
         batch_tokens: int = 256,
         prefix_caching: bool = True,
         world_size: int = 1,
-        processes: bool = False,
+        make_worker: Callable[..., Worker] = LocalWorker,
         facts: Mapping[str, str] | None = None,
         open_copier: OpenCopier = open_copier,
         kv_events: bool = False,
@@ -92,8 +92,9 @@ class ReplayEngine:
             host=hosts[0] if hosts else "",
         )
         open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, weights, root)
-        make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
-        workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
+        workers = [
+            make_worker(self.model, num_blocks, rank, open_half) for rank in range(world_size)
+        ]
         connector = None if chain is None else open_scheduler(chain, info, now)
         self._assemble(info, workers, connector)
 

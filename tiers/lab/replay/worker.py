@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,11 +14,27 @@ from tiers.lab.replay.model import ReplayModel, kv_of, states
 from tiers.lab.replay.requests import Step, StepOutput, Work
 
 OpenConnector = Callable[[int], WorkerConnector | None]
-"""Makes the worker half for a rank, in that rank's process; picklable for workers of their own."""
+"""Makes the worker half for a rank, in that rank's process; picklable."""
+
+
+class Worker(Protocol):
+    """One rank, wherever it runs."""
+
+    def handshake(self) -> Any:
+        """The report of this rank's connector about itself."""
+
+    def begin(self, step: Step) -> None:
+        """Start a step."""
+
+    def end(self, step: Step) -> StepOutput:
+        """Wait for a step that was begun."""
+
+    def close(self) -> None:
+        """Shut the connector down."""
 
 
 class LocalWorker:
-    """One rank, in this process."""
+    """A `Worker` in this process."""
 
     def __init__(
         self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
@@ -34,16 +47,12 @@ class LocalWorker:
             self.connector.register_kv_caches(self.kv)
 
     def handshake(self) -> Any:
-        """The report of this rank's connector about itself."""
         return self.connector.get_handshake_metadata() if self.connector is not None else None
 
     def begin(self, step: Step) -> None:
         """All is done at the end."""
 
     def end(self, step: Step) -> StepOutput:
-        return self.execute(step)
-
-    def execute(self, step: Step) -> StepOutput:
         """Run a step, with the connector's members called in vLLM's order."""
         if self.connector is None:
             return StepOutput(sums=self._forward(step))
@@ -126,65 +135,5 @@ class LocalWorker:
         return torch.tensor(table)[where // size] * size + where % size
 
     def close(self) -> None:
-        """Shut the connector down."""
         if self.connector is not None:
             self.connector.shutdown()
-
-
-class ProcessWorker:
-    """A rank in a process of its own; steps and outputs cross as pickles, as in a real engine."""
-
-    def __init__(
-        self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(theirs, model, num_blocks, rank, open_connector), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self._handshake = self._receive()
-
-    def handshake(self) -> Any:
-        return self._handshake
-
-    def begin(self, step: Step) -> None:
-        """Send the step."""
-        self._pipe.send(step)
-
-    def end(self, step: Step) -> StepOutput:
-        """Receive its results. Raises RuntimeError with the rank's own traceback."""
-        output = self._receive()
-        assert isinstance(output, StepOutput)
-        return output
-
-    def _receive(self) -> Any:
-        failed, value = self._pipe.recv()
-        if failed:
-            raise RuntimeError(f"a worker failed:\n{value}")
-        return value
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.send(None)
-        self.process.join(timeout=30)
-        self._pipe.close()
-
-
-def _serve(
-    pipe: Connection, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
-) -> None:
-    torch.set_num_threads(1)
-    worker = LocalWorker(model, num_blocks, rank, open_connector)
-    try:
-        pipe.send((False, worker.handshake()))
-        while (step := pipe.recv()) is not None:
-            pipe.send((False, worker.execute(step)))
-        worker.close()
-    except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-        pipe.send((True, traceback.format_exc()))
-
-
-Worker = LocalWorker | ProcessWorker
-"""A rank, wherever it runs: `begin` starts a step, `end` waits for it."""
