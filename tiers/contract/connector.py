@@ -18,6 +18,10 @@ from tiers.contract.messages import TransferResults
 from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 
 
+def do_nothing(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for members of a connector that has no work."""
+
+
 class Connector(ABC):
     """What both halves have. The engine calls every member of a half from one thread."""
 

@@ -33,9 +33,8 @@ from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import in_background
 from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
-from tiers.contract.connector import SchedulerConnector
+from tiers.contract.connector import SchedulerConnector, do_nothing
 from tiers.contract.messages import WorkerHandshake
-from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.contract.stats import STATE, STATES, TierStats
 
 logger = logging.getLogger(__name__)
@@ -436,6 +435,8 @@ class AbsentTier(SchedulerConnector):
     jobs_in_flight = 0
     is_up = False
     is_lost = True
+    update_state_after_alloc = build_connector_meta = update_connector_output = do_nothing
+    shutdown = do_nothing
 
     def __init__(self, name: str) -> None:
         nothing = dict.fromkeys(("reads_up", "writes_up", "capacity_bytes", "used_bytes"), 0.0)
@@ -446,21 +447,7 @@ class AbsentTier(SchedulerConnector):
         """One of `STATES`, and no error."""
         return "detached", ""
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: Blocks, num_external_tokens: int
-    ) -> None:
-        """Nothing loads from it."""
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> None:
-        """No orders."""
-
-    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """What comes late is of no use."""
-
     def get_kv_connector_stats(self) -> TierStats | None:
         """Its state, once."""
         stats, self._stats = self._stats, None
         return stats
-
-    def shutdown(self) -> None:
-        """There is nothing to release."""

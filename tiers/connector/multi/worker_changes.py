@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from spec.errors import describe_error
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import in_background, io_executor
 from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport
-from tiers.contract.connector import WorkerConnector
+from tiers.contract.connector import WorkerConnector, do_nothing
 from tiers.contract.messages import TransferResults
 
 
@@ -160,31 +158,19 @@ def _result(future: Future[str]) -> str | None:
 
 
 class AbsentWorker(WorkerConnector):
-    """Stands at the place of a tier that was detached."""
+    """Stands at the place of a tier that was detached: it moves nothing."""
+
+    register_kv_caches = handle_preemptions = start_load_kv = wait_for_save = do_nothing
+    build_connector_worker_meta = do_nothing
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """It copies nothing."""
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """It reads nothing."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """It loads nothing."""
-
-    def wait_for_save(self) -> None:
-        """It stores nothing."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return TransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
-
-    def build_connector_worker_meta(self) -> None:
-        """It has nothing to report."""
 
     def shutdown(self) -> None:
         """Give up the tier's part of the host memory, which closes with the last one."""
