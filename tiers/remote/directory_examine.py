@@ -6,17 +6,14 @@ What is stored to try it has a key that no engine has, and is deleted.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from spec.fields import format_size
 from spec.findings import DoctorFinding
 from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.packs.pack import INDEX_BYTES, PACK_BYTES, name_of
-
-T = TypeVar("T")
+from tiers.timed import timed
 
 LOOKUPS = 10
 
@@ -61,8 +58,8 @@ def _try_out(bucket: DirectoryBucket) -> Iterator[DoctorFinding]:
     """Do what an engine does. Raises TierError."""
     name, index = name_of(os.urandom(48)), memoryview(bytearray(INDEX_BYTES))
     try:
-        stored, _ = _timed(lambda: bucket.put(name, [bytes(PACK_BYTES)]))
-        times = sorted(_timed(lambda: bucket.read(name, 0, [index]))[0] for _ in range(LOOKUPS))
+        stored, _ = timed(lambda: bucket.put(name, [bytes(PACK_BYTES)]))
+        times = sorted(timed(lambda: bucket.read(name, 0, [index]))[0] for _ in range(LOOKUPS))
     finally:
         bucket.delete([name])
     middle, worst = times[len(times) // 2] * 1e3, times[-1] * 1e3
@@ -71,9 +68,3 @@ def _try_out(bucket: DirectoryBucket) -> Iterator[DoctorFinding]:
         f"a file is found in {middle:.2g} ms, {worst:.2g} ms at worst; "
         f"it stores {PACK_BYTES / stored / 1e6:.3g} MB/s, one at a time",
     )
-
-
-def _timed(call: Callable[[], T]) -> tuple[float, T]:
-    began = time.perf_counter()
-    result = call()
-    return max(1e-9, time.perf_counter() - began), result

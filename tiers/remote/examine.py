@@ -10,8 +10,9 @@ import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -24,6 +25,7 @@ from tiers.remote.stream import Deadline
 from tiers.remote.topology import FAILURES, SLOTS, open_topology
 from tiers.remote.url import RedisUrl
 from tiers.store import Block
+from tiers.timed import timed
 
 PIECE = 1 << 20
 MOST_PIECES = 32
@@ -264,17 +266,17 @@ def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFindin
     payload = memoryview(os.urandom(PIECE))
     try:
         store.drop(keys[:1])  # before there is anything to be left
-        trips = sorted(_timed(store.has, keys[:1])[0] for _ in range(LOOKUPS))
+        trips = sorted(timed(partial(store.has, keys[:1]))[0] for _ in range(LOOKUPS))
         blocks = [Block(key, payload) for key in keys]
-        seconds, stored = _timed(store.put, blocks[:1])
+        seconds, stored = timed(partial(store.put, blocks[:1]))
         blocks = blocks[: max(1, int(MEASURE_SECONDS / seconds))]
         if all(stored) and len(blocks) > 1:
-            seconds, stored = _timed(store.put, blocks[1:])
+            seconds, stored = timed(partial(store.put, blocks[1:]))
         written = len(stored) * PIECE / seconds
         memory = memoryview(bytearray(len(blocks) * PIECE))
         places = [memory[at * PIECE :][:PIECE] for at in range(len(blocks))]
         loads = [Block(each.key, place) for each, place in zip(blocks, places, strict=True)]
-        seconds, loaded = _timed(store.get, loads)
+        seconds, loaded = timed(partial(store.get, loads))
     finally:
         with suppress(TierError):
             store.drop(keys)
@@ -302,12 +304,3 @@ def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFindin
         "a faster link, more maxmemory, or codec: byteplanes",
         "a codec costs processor time",
     )
-
-
-Some = TypeVar("Some")
-
-
-def _timed(verb: Callable[[Some], list[bool]], some: Some) -> tuple[float, list[bool]]:
-    began = time.perf_counter()
-    answers = verb(some)
-    return max(1e-9, time.perf_counter() - began), answers

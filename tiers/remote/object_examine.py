@@ -6,8 +6,7 @@ What is stored to try it has keys that no engine has, and is deleted.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from spec.fields import format_size
@@ -19,6 +18,7 @@ from tiers.remote.obstore_bucket import LISTED_AT_ONCE, ObstoreBucket
 from tiers.remote.packs.pack import PACK_BYTES, name_of
 from tiers.remote.packs.pack_store import SLOWEST, PackStore
 from tiers.store import Block
+from tiers.timed import timed
 
 LOOKUPS = 10
 PACKS = 4
@@ -58,7 +58,7 @@ def examine(
 
 
 def _look_up(store: PackStore) -> Iterator[DoctorFinding]:
-    times = sorted(_timed(store.reach) for _ in range(LOOKUPS))
+    times = sorted(timed(store.reach)[0] for _ in range(LOOKUPS))
     middle = times[len(times) // 2]
     found = f"a question takes {middle * 1e3:.2g} ms, {times[-1] * 1e3:.2g} ms at worst"
     if middle < SLOW_LOOKUP:
@@ -132,7 +132,7 @@ def _move(store: PackStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:
     asked = [
         Block(key, memory[at * PACK_BYTES : (at + 1) * PACK_BYTES]) for at, key in enumerate(keys)
     ]
-    writes, reads = _timed(lambda: store.put(given)), _timed(lambda: store.get(asked))
+    (writes, _), (reads, _) = timed(lambda: store.put(given)), timed(lambda: store.get(asked))
     if any(block.payload != payload for block in asked):
         yield DoctorFinding("error", "what was stored was not there at once", "see its log")
         return
@@ -144,9 +144,3 @@ def _move(store: PackStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:
     yield DoctorFinding(
         "warning", f"{rates}: requests would time out", "a faster link", "what it costs"
     )
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return max(1e-9, time.perf_counter() - began)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +17,7 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.errors import KVTiersError
 from tiers.host.slot_memory import SlotMemory
 from tiers.store import Block, TierStore, batch_blocks
+from tiers.timed import timed
 from tiers.tuning.machine import TierProfile
 from tiers.wrappers.opening import open_guarded
 
@@ -94,18 +95,15 @@ def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile
             _check(all(store.get(batch)), spec, "loaded")
 
         singles, rest = blocks[:SINGLES], blocks[SINGLES:]
-        single_store = min(_seconds(put, [[block]]) for block in singles)
+        single_store = min(timed(partial(put, [block]))[0] for block in singles)
         batch = max(1, min(batch_blocks(block_bytes), len(rest) // spec.loads_at_once))
         batches = [rest[start : start + batch] for start in range(0, len(rest), batch)]
         size = len(rest) * block_bytes
-        store_rate = size / _seconds(put, batches)
-        single_load = min(_seconds(get, [[block]]) for block in singles)
-        alone = size / _seconds(get, batches)
+        store_rate = size / timed(lambda: [*map(put, batches)])[0]
+        single_load = min(timed(partial(get, [block]))[0] for block in singles)
+        alone = size / timed(lambda: [*map(get, batches)])[0]
         with ThreadPoolExecutor(spec.loads_at_once) as threads:
-            began = time.perf_counter()
-            for _ in threads.map(get, batches):
-                pass
-            together = size / (time.perf_counter() - began)
+            together = size / timed(lambda: [*threads.map(get, batches)])[0]
     load_rate = max(alone, together)
     return TierProfile(
         load_bandwidth=_rounded(load_rate),
@@ -147,28 +145,20 @@ def _check(did_all: bool, spec: StoreSpec, what: str) -> None:
         )
 
 
-def _seconds(
-    call: Callable[[Sequence[Block]], object], batches: Sequence[Sequence[Block]]
-) -> float:
-    began = time.perf_counter()
-    for batch in batches:
-        call(batch)
-    return max(1e-9, time.perf_counter() - began)
-
-
 def _host_profile(block_bytes: int, count: int) -> TierProfile:
     """Copies between host memory and the device, or within host memory where there is none."""
     has_device = torch.cuda.is_available()
     host = torch.zeros((count, block_bytes), dtype=torch.uint8, pin_memory=has_device)
     device = torch.zeros_like(host, device="cuda" if has_device else "cpu")
 
-    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-        target.copy_(source)  # the first touch
-        began = time.perf_counter()
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
         if has_device:
             torch.cuda.synchronize()
-        return host.numel() / max(1e-9, time.perf_counter() - began)
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        copy(target, source)  # the first touch
+        return host.numel() / timed(lambda: copy(target, source))[0]
 
     return TierProfile(
         load_bandwidth=_rounded(rate(device, host)), store_bandwidth=_rounded(rate(host, device))
