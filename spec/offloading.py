@@ -80,6 +80,17 @@ HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 
 QUEUE_SECONDS = 10.0
 """How long a block may be in flight into a tier whose settings do not limit these blocks."""
+INFLIGHT_SHARE = 0.5
+"""The part of all slots that blocks in flight into one of several tiers may hold: one that lags
+would starve the others."""
+BUDGET_BURST = 3600.0
+"""Seconds whose part of a write budget may be spent at once."""
+STAGING = 256 << 20
+"""Bytes, over all ranks, for blocks in flight, where the chain does not say and a step of the
+engine needs no more."""
+STAGING_STEPS = 2
+"""Steps of whose blocks every one has a slot: what one step stores finds room while what the step
+before it stored is still in flight."""
 
 TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 import pytest
 
 from spec.load import load_chain
+from spec.offloading import STAGING
 from tiers.connector.scheduler.open_tier import Announcer
-from tiers.contract.pool_size import STAGING
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import slots_within

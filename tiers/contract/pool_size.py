@@ -6,17 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec
+from spec.offloading import STAGING, STAGING_STEPS, HostSpec
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
 from tiers.host.slots import slots_within
-
-STAGING = 256 << 20
-"""Bytes, over all ranks, for blocks in flight, where the chain does not say and a step of the
-engine needs no more."""
-STEPS = 2
-"""Steps of whose blocks every one has a slot: what one step stores finds room while what the step
-before it stored is still in flight."""
 
 
 @dataclass(frozen=True)
@@ -72,4 +65,4 @@ class PoolSize:
         """How many slots each rank has, for blocks of this many bytes; fewer for larger blocks."""
         slots = slots_within(self.num_bytes, payload_bytes, self.world_size)
         # A block in flight that a host tier keeps has one slot for both.
-        return max(slots, STEPS * self.step_blocks) if self.staging is None else slots
+        return max(slots, STAGING_STEPS * self.step_blocks) if self.staging is None else slots

@@ -28,8 +28,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.load import load_chain
-from spec.offloading import HostSpec, StoreSpec
-from tiers.contract.pool_size import STAGING
+from spec.offloading import STAGING, HostSpec, StoreSpec
 from tiers.engine.vllm_hosting import HostingEngine
 from tiers.engine.vllm_region import ENGINE, NamedRegion
 from tiers.engine.vllm_secondary_tier import KVTiersStore as KVTiersStore

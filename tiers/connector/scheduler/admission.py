@@ -11,10 +11,17 @@ from typing import NamedTuple
 
 from spec.chain import TenantSpec
 from spec.fields import format_rate, format_size
-from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
+from spec.offloading import (
+    BUDGET_BURST,
+    INFLIGHT_SHARE,
+    QUEUE_SECONDS,
+    STAGING,
+    STAGING_STEPS,
+    OffloadingSpec,
+    StoreSpec,
+)
 from spec.plugins import is_ours
 from spec.policies import AdmissionPolicy, admission_policy
-from tiers.contract.pool_size import STAGING, STEPS
 from tiers.guarded_policies import GuardedAdmission
 from tiers.wrappers.opening import log_name
 
@@ -79,10 +86,6 @@ def make_admission(spec: OffloadingSpec) -> AdmissionPolicy:
     return GuardedAdmission(policy, ThresholdAdmission(threshold), threshold, name)
 
 
-BURST = 3600.0
-"""Seconds whose part of a write budget may be spent at once."""
-
-
 class Admission:
     """A tier's rules of what is stored; used by the scheduler's thread alone.
 
@@ -115,12 +118,12 @@ class Admission:
         store = spec if isinstance(spec, StoreSpec) else None
         self.acceptance.spec = spec
         self._max_inflight = store.max_inflight if store is not None else None
-        self._share = 1.0 if is_only_tier else 0.5
+        self._share = 1.0 if is_only_tier else INFLIGHT_SHARE
         if spec.admission != self._chosen:
             self._chosen, self._policy = spec.admission, make_admission(spec)
         self._policy.threshold = spec.store_threshold
         before, self._budget = self._budget, store.write_budget if store is not None else None
-        most = (self._budget or 0.0) * BURST
+        most = (self._budget or 0.0) * BUDGET_BURST
         self._left = most if before is None else min(self._left, most)
 
     def warning(self) -> str:
@@ -133,7 +136,6 @@ class Admission:
         What lies longer than `QUEUE_SECONDS` comes late and holds memory that others could use. A
         tier that has stored nothing yet may have as much as `staging` is made for.
         """
-        # A tier that lags behind may not hold all slots: it would starve the others.
         most = max(1, int(slots * self._share))
         if not block_bytes:
             return most
@@ -141,7 +143,7 @@ class Admission:
             return min(most, max(1, self._max_inflight // block_bytes))
         stored = self.rate.blocks_in(QUEUE_SECONDS)
         if stored is None:
-            stored = max(STEPS * self._step_blocks, STAGING // block_bytes)
+            stored = max(STAGING_STEPS * self._step_blocks, STAGING // block_bytes)
         return min(most, max(1, int(stored)))
 
     def refuses(self, key: bytes, size: int) -> str | None:
@@ -156,7 +158,7 @@ class Admission:
             return True
         now, before = self._now(), self._since
         self._since = now
-        self._left = min(self._budget * BURST, self._left + (now - before) * self._budget)
+        self._left = min(self._budget * BUDGET_BURST, self._left + (now - before) * self._budget)
         return self._left >= size
 
     def stores(self, key: bytes, size: int) -> None:

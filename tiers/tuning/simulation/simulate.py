@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from spec.chain import ChainSpec
 from spec.errors import SpecError
-from spec.offloading import QUEUE_SECONDS
+from spec.offloading import INFLIGHT_SHARE, QUEUE_SECONDS, STAGING, STAGING_STEPS
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
@@ -16,12 +16,6 @@ from tiers.tuning.simulation.sim_engine import SimEngine
 from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts, TierSettings
 from tiers.tuning.simulation.spaces import SPACES, LruSpace, TimedSpace
 from tiers.tuning.simulation.workload import Workload
-
-STAGING = 256 << 20
-STEPS = 2
-"""See `tiers/contract/pool_size.py`, as for STAGING."""
-SHARE = 0.5
-"""Of all slots, those that the stores in flight of a tier beside others may hold."""
 
 
 def simulate(
@@ -55,8 +49,8 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
     pool += STAGING if chain.staging is None else chain.staging
     slots = pool // block_bytes
     if chain.staging is None:
-        slots = max(slots, STEPS * -(-machine.step_tokens // workload.block_tokens))
-    share = 1.0 if len(chain.tiers) == 1 else SHARE
+        slots = max(slots, STAGING_STEPS * -(-machine.step_tokens // workload.block_tokens))
+    share = 1.0 if len(chain.tiers) == 1 else INFLIGHT_SHARE
     tiers = []
     for tier in chain.tiers:
         profile = machine.profile(tier.name, tier.type)

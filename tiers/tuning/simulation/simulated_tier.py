@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from spec.offloading import BUDGET_BURST
 from tiers.loading.load_cost import LoadCost
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Offer, Prompt, Workload
-
-BURST = 3600.0
-"""Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
 
 
 @dataclass(slots=True)
@@ -106,7 +104,7 @@ class SimulatedTier:
         self.delay = 0.0
         self._cut: set[int] = set()
         """Numbers of the prompts that the budget did not admit whole."""
-        self._budget_left = (settings.budget or 0.0) * BURST
+        self._budget_left = (settings.budget or 0.0) * BUDGET_BURST
         self._budget_since = 0.0
 
     # -- loads -------------------------------------------------------------------------------
@@ -211,7 +209,7 @@ class SimulatedTier:
             most = 0.0
             if prompt.number not in self._cut:
                 earned = (now - self._budget_since) * rate
-                self._budget_left = min(rate * BURST, self._budget_left + earned)
+                self._budget_left = min(rate * BUDGET_BURST, self._budget_left + earned)
                 self._budget_since = now
                 most = max(0.0, self._budget_left)
             if missing > most:
