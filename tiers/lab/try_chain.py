@@ -12,7 +12,7 @@ from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
 from tiers.host.slots import slot_stride
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
-from tiers.lab.replay.scaling import Tier, moved
+from tiers.lab.replay.scaling import WITHOUT_TRAFFIC, Tier, moved
 from tiers.lab.server import Server
 from tiers.remote.spec import RedisSpec
 
@@ -39,10 +39,9 @@ def try_chain(chain: ChainSpec, folder: Path) -> list[Seen]:
     can't be moved, or that needs a server which is not installed."""
     with ExitStack() as stack:
         tiers = tuple(_small(tier, folder, stack) for tier in chain.tiers)
-        kept = chain.model_fields_set - {"tiers", "staging", "record", "explain", "ghosts", "warm"}
-        settings = chain.model_dump(mode="json", include=kept)
-        more = {"staging": _HOST_SLOTS * slot_stride(MODEL.payload_bytes), "load_when": "always"}
-        tried = ChainSpec.model_validate({**settings, **more, "tiers": tiers})
+        staging = _HOST_SLOTS * slot_stride(MODEL.payload_bytes)
+        more = {"tiers": tiers, "staging": staging, "load_when": "always", "warm": None}
+        tried = chain.model_copy(update={**WITHOUT_TRAFFIC, **more})
         context = multiprocessing.get_context("spawn")
         seen = []
         for rounds in (2, 1):

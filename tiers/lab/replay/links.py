@@ -134,6 +134,9 @@ class LinkedStore(StoreWrapper):
         return hits
 
 
+_OF_ADMISSION = ("store_threshold", "max_inflight", "write_budget", "encryption", "loads_at_once")
+
+
 class LinkedSpec(StoreSpec):
     """A tier, `inner`, whose stores are behind a link."""
 
@@ -143,13 +146,7 @@ class LinkedSpec(StoreSpec):
     @classmethod
     def over(cls, inner: StoreSpec, link: Link) -> LinkedSpec:
         """Put a tier behind a link, which keeps its rates."""
-        admission = {
-            name: getattr(inner, name)
-            for name in (
-                *("store_threshold", "max_inflight", "write_budget", "encryption"),
-                "loads_at_once",
-            )
-        }
+        admission = {name: getattr(inner, name) for name in _OF_ADMISSION}
         kind: type[LinkedSpec] = type(
             cls.__name__,
             (cls,),

@@ -36,8 +36,8 @@ class Scale(NamedTuple):
         return int(size // (self.real_bytes * stored_share))
 
 
-_LEFT_OUT = {"record", "explain", "ghosts"}
-"""Keys of a chain about live traffic, which a replay is none of."""
+WITHOUT_TRAFFIC = {"record": None, "explain": None, "ghosts": ()}
+"""What becomes of a chain's settings about live traffic, which is none here."""
 
 
 class CannotReplay(KVTiersError):
@@ -71,9 +71,7 @@ def scaled(
     hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
     slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
     staging = max(1, slots - hosts) * stride
-    kept = chain.model_fields_set - _LEFT_OUT - {"tiers", "staging"}
-    settings = chain.model_dump(mode="json", include=kept)  # a duration is text, as in the YAML
-    return ChainSpec.model_validate({**settings, "tiers": tuple(tiers), "staging": staging})
+    return chain.model_copy(update={**WITHOUT_TRAFFIC, "tiers": tuple(tiers), "staging": staging})
 
 
 def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) -> OffloadingSpec:
@@ -130,5 +128,4 @@ def linked(
             link = Link(clock, profile, scale.real_bytes)
             tiers.append(tier)
         links[tier.tier_name] = link
-    settings = chain.model_dump(mode="json", include=chain.model_fields_set - {"tiers"})
-    return ChainSpec.model_validate({**settings, "tiers": tuple(tiers)}), links
+    return chain.model_copy(update={"tiers": tuple(tiers)}), links
