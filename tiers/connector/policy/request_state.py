@@ -214,9 +214,9 @@ class RequestTable:
     def _is_of_these_weights(self, request: Request) -> bool:
         """Whether what is computed for a request is of its own weights alone, as far as the node
         says that sends a part of its KV."""
-        entry, ours = entry_of(request), self.weights_of(request)
+        entry = entry_of(request)
         sent = entry.get(WEIGHTS) if isinstance(entry, Mapping) else None
-        if sent is None or not ours or sent == ours:
+        if sent is None or not (ours := self.weights_of(request)) or sent == ours:
             return True
         line = "request %s: nothing of it is stored, since another node sent KV of other weights"
         self._others.log(line, request.request_id)
