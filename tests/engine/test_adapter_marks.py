@@ -170,7 +170,14 @@ def test_nothing_is_shared_until_all_ranks_have_loaded_it(folder: Path) -> None:
     engine.marks.take_reports({0: engine.seen[0].report()})
     assert not engine.marks.of(request).shared
     engine.marks.take_reports({1: engine.seen[1].report()})
-    assert engine.marks.of(request).shared
+    mark = engine.marks.of(request)
+    assert mark.shared
+
+    alone = Engine()
+    alone.load(one)
+    of_one_rank = alone.mark_of(request_of(one))
+    assert mark.content == of_one_rank.content, "nodes of other ranks know it by that"
+    assert mark.steps != of_one_rank.steps
 
 
 def test_ranks_with_different_weights_are_another_adapter(folder: Path) -> None:

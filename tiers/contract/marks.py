@@ -82,9 +82,9 @@ class RequestMark(MediaMark):
     so that nothing of it is loaded or stored.
 
     `adapter`: the name by which workers know the adapter that its blocks are computed with; empty:
-    none. `content`: what names that one's weights, once it is `shared`. `may_load`: whether the
-    engine will compute with the weights that the keys stand for; a worker that does not stores
-    nothing, but what was loaded can't be taken back.
+    none. `content`: names that one's weights, once it is `shared`, for any number of ranks.
+    `may_load`: whether the engine will compute with the weights that the keys stand for; a worker
+    that does not stores nothing, but what was loaded can't be taken back.
     """
 
     adapter: bytes = b""

@@ -272,9 +272,10 @@ class MarksOfRequests(RequestMarks):
                 "folder, two seconds after that has changed"
             )
         elif not mark.steps:
-            contents = b"".join(one.content for one in of_ranks)
-            mark.content = hashlib.blake2b(contents, digest_size=MARK_BYTES).digest()
-            mark.steps = [(0, mark.content), *_mask_steps(request, mark.content)]
+            contents = [one.content for one in of_ranks]
+            whole = hashlib.blake2b(b"".join(contents), digest_size=MARK_BYTES).digest()
+            mark.steps = [(0, whole), *_mask_steps(request, whole)]
+            mark.content = b"".join(dict.fromkeys(contents))
             mark.shared = True
 
     # -- its files ---------------------------------------------------------------------------
