@@ -13,7 +13,7 @@ import pytest
 
 from spec.load import load_chain
 from spec.offloading import STAGING
-from tiers.connector.scheduler.open_tier import Announcer
+from tiers.connector.scheduler.open_tier import log_chain, log_host, log_store
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import slots_within
@@ -128,12 +128,12 @@ def test_the_log_lines_are_those_of_the_chain(
     cpu, disk, remote = chain.tiers
     assert isinstance(cpu, CpuSpec) and isinstance(disk, DiskSpec)
     assert isinstance(remote, RedisSpec)
-    announcer = Announcer(chain)
-    announcer.chain(2 << 20, 1, slots_within(cpu.capacity + STAGING, 2 << 20, 1))
-    announcer.host(cpu, slots_within(cpu.capacity, 2 << 20, 1))
+    log_chain(chain, 2 << 20, 1, slots_within(cpu.capacity + STAGING, 2 << 20, 1))
+    log_host(chain, cpu, slots_within(cpu.capacity, 2 << 20, 1))
     held = Usage(61440, 61440 * (2 << 20), disk.capacity)
-    announcer.store(disk, cast(TierStore, Told(f"{disk.path}, io direct, durability none", held)))
-    announcer.store(remote, cast(TierStore, Told(str(remote.url), None)))
+    told = Told(f"{disk.path}, io direct, durability none", held)
+    log_store(chain, disk, cast(TierStore, told))
+    log_store(chain, remote, cast(TierStore, Told(str(remote.url), None)))
     (shown,) = [block.text for block in SHOWN if block.language == "text"]
     assert shown.splitlines() == caplog.messages
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import or_
@@ -64,7 +63,7 @@ class TierOpener:
         chain: ChainSpec,
         engine: EngineInfo,
         generation: Generation,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float],
     ) -> None:
         """`now`: the clock of the stores' answers, in seconds."""
         self.size = PoolSize.of(chain, engine)
@@ -82,7 +81,7 @@ class TierOpener:
 
     def follow(self, chain: ChainSpec) -> None:
         """Open tiers of this chain from now on; its host pool stays as it is."""
-        self._chain, self._announcer = chain, Announcer(chain)
+        self._chain = chain
 
     def open(
         self,
@@ -110,7 +109,7 @@ class TierOpener:
                     f"than one block of {format_size(payload)}"
                 )
             residency = open_residency(tier, pool, slots)
-            self._announcer.host(tier, slots)
+            log_host(self._chain, tier, slots)
             manager: TierManager = (host := HostManager(residency, pool, on_evict))
             self._hosts[host] = slots
         elif isinstance(tier, StoreSpec):
@@ -157,7 +156,7 @@ class TierOpener:
         self._pool.resizes = self._resizes
         self.block_bytes = payload_bytes * ranks
         self.slot_bytes = slot_stride(payload_bytes) * ranks
-        self._announcer.chain(payload_bytes, ranks, self._pool.num_slots)
+        log_chain(self._chain, payload_bytes, ranks, self._pool.num_slots)
         return self._pool
 
     def _store_manager(
@@ -173,7 +172,7 @@ class TierOpener:
         if is_local:
             self._require_one_host(handshakes)
         context = StoreContext(payload, len(handshakes))
-        store = open_guarded(tier, context, in_step, partial(self._announcer.store, tier))
+        store = open_guarded(tier, context, in_step, partial(log_store, self._chain, tier))
         if tier.host_local is None and not is_local and capability(store, Clear) is not None:
             try:
                 self._require_one_host(handshakes)
@@ -244,45 +243,42 @@ class TierOpener:
         return held
 
 
-class Announcer:
-    """Tells the operator what opened, by one line each at level INFO. Thread-safe."""
+def log_chain(chain: ChainSpec, payload_bytes: int, ranks: int, slots: int) -> None:
+    """The workers are known: blocks have `payload_bytes` on each of `ranks` processes, and each of
+    those has `slots` slots of host memory."""
+    logger.info(
+        "chain of %d tier(s): load policy %s, blocks of %s on each of %d rank(s), %d slots of "
+        "host memory on each",
+        len(chain.tiers),
+        chain.load_policy,
+        format_size(payload_bytes),
+        ranks,
+        slots,
+    )
 
-    def __init__(self, chain: ChainSpec) -> None:
-        self._chain = chain
 
-    def chain(self, payload_bytes: int, ranks: int, slots: int) -> None:
-        """The workers are known: blocks have `payload_bytes` on each of `ranks` processes, and
-        each of those has `slots` slots of host memory."""
-        logger.info(
-            "chain of %d tier(s): load policy %s, blocks of %s on each of %d rank(s), %d slots of "
-            "host memory on each",
-            len(self._chain.tiers),
-            self._chain.load_policy,
-            format_size(payload_bytes),
-            ranks,
-            slots,
-        )
+def log_host(chain: ChainSpec, tier: HostSpec, slots: int) -> None:
+    """A host tier, which begins empty, may keep `slots` blocks."""
+    _log_open(chain, tier, [f"capacity {format_size(tier.capacity)}", f"room for {slots} blocks"])
 
-    def host(self, tier: HostSpec, slots: int) -> None:
-        """A host tier, which begins empty, may keep `slots` blocks."""
-        self._log(tier, [f"capacity {format_size(tier.capacity)}", f"room for {slots} blocks"])
 
-    def store(self, tier: StoreSpec, store: TierStore) -> None:
-        """A store has opened. Called on the thread that opened it, since the store is asked."""
-        try:
-            self._log(tier, _facts(store))
-        except Exception as error:  # noqa: BLE001 - a plugin's: a failure ends nothing
-            self._log(tier, [f"it can't tell what it holds: {describe_error(error)}"])
+def log_store(chain: ChainSpec, tier: StoreSpec, store: TierStore) -> None:
+    """A store has opened. Called on the thread that opened it, since the store is asked."""
+    try:
+        _log_open(chain, tier, _facts(store))
+    except Exception as error:  # noqa: BLE001 - a plugin's: a failure ends nothing
+        _log_open(chain, tier, [f"it can't tell what it holds: {describe_error(error)}"])
 
-    def _log(self, tier: OffloadingSpec, facts: list[str]) -> None:
-        place = 1 + [spec.tier_name for spec in self._chain.tiers].index(tier.tier_name)
-        logger.info(
-            "tier %r is open, load priority %d of %d: %s",
-            log_name(tier),
-            place,
-            len(self._chain.tiers),
-            one_line(", ".join(facts)) or f"type {tier.type}",
-        )
+
+def _log_open(chain: ChainSpec, tier: OffloadingSpec, facts: list[str]) -> None:
+    place = 1 + [spec.tier_name for spec in chain.tiers].index(tier.tier_name)
+    logger.info(
+        "tier %r is open, load priority %d of %d: %s",
+        log_name(tier),
+        place,
+        len(chain.tiers),
+        one_line(", ".join(facts)) or f"type {tier.type}",
+    )
 
 
 def _facts(store: TierStore) -> list[str]:
