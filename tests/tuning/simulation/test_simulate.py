@@ -16,6 +16,7 @@ from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
+from tiers.tuning.simulation import workload as workload_module
 
 SIZE = 16
 """Tokens of a block; a block has as many bytes."""
@@ -57,6 +58,13 @@ def tier(name: str, blocks: int, **more: Any) -> SimTier:
     return SimTier(name, name, True, blocks * SIZE, **more)
 
 
+def by_blocks(requests: Sequence[TraceRequest]) -> Workload:
+    """With each block as a run of its own: slower, and the same but for what ends within runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workload_module, "bisect_right", lambda *_, lo, **__: lo + 1)
+        return Workload.of(requests, SIZE)
+
+
 def blocks_of(report: Report) -> list[int]:
     return [use.hit_tokens // SIZE for use in report.tiers]
 
@@ -65,7 +73,7 @@ def blocks_of(report: Report) -> list[int]:
 @pytest.mark.parametrize("single", [False, True])
 def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
     requests = chats(1, 400, 1000.0)
-    workload = Workload.of(requests, SIZE, single=single)
+    workload = by_blocks(requests) if single else Workload.of(requests, SIZE)
     report = simulate(workload, SIZE, always((tier("a", capacity),)), machine())
     assert blocks_of(report) == [lru_hits(requests, capacity)]
     assert report.computed_tokens == report.prompt_tokens - report.tier_hit_tokens
@@ -108,10 +116,8 @@ def test_runs_change_nothing_where_stores_have_room(policy: str, promote: bool) 
     }
     steps = {"prefill_rate": 1e3, "step_tokens": 5 * SIZE + 3, "engine_cache": 50 * SIZE}
     on = machine(tiers=slow, gpus=2, decode_seconds_per_token=0.01, **steps)
-    by_run, by_block = (
-        simulate(Workload.of(requests, SIZE, single=single), SIZE, chain, on)
-        for single in (False, True)
-    )
+    workloads = Workload.of(requests, SIZE), by_blocks(requests)
+    by_run, by_block = (simulate(workload, SIZE, chain, on) for workload in workloads)
     assert by_run == by_block
     assert all(blocks_of(by_run)) or policy == "first"
 

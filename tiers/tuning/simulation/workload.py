@@ -47,14 +47,9 @@ class Workload:
         return len(self.times)
 
     @classmethod
-    def of(
-        cls, requests: Iterable[TraceRequest], block_tokens: int, single: bool = False
-    ) -> Workload:
-        """Compile requests. `single`: every block is a run of its own, which is slower and changes
-        nothing but what ends within a run.
-
-        Raises TraceError where an id does not stand for its block and all before it.
-        """
+    def of(cls, requests: Iterable[TraceRequest], block_tokens: int) -> Workload:
+        """Compile requests. Raises TraceError where an id does not stand for its block and all
+        before it."""
         requests, uses = list(requests), Counter[int]()
         for request in requests:
             uses.update(request.blocks)
@@ -67,7 +62,7 @@ class Workload:
             blocks = request.blocks
             if request.answer_blocks:
                 blocks = [*blocks, *request.answer_blocks]
-            path = _path(number, blocks, uses, runs, lengths, single)
+            path = _path(number, blocks, uses, runs, lengths)
             prompt, depth = 0, 0
             while depth < len(request.blocks):
                 depth += lengths[path[prompt]]
@@ -107,7 +102,6 @@ def _path(
     uses: Counter[int],
     runs: dict[int, int],
     lengths: list[int],
-    single: bool,
 ) -> tuple[int, ...]:
     """The runs of a prompt; new ones are added to `runs`, by their first block, and `lengths`."""
     path = []
@@ -115,7 +109,7 @@ def _path(
     at, end = 0, len(blocks)
     while at < end:
         # Counts never grow with depth, so that the end of equal ones is found by bisection.
-        stop = at + 1 if single else bisect_right(counts, -counts[at], lo=at, key=neg)
+        stop = bisect_right(counts, -counts[at], lo=at, key=neg)
         run = runs.get(blocks[at])
         if run is None:
             run = runs[blocks[at]] = len(lengths)
