@@ -32,7 +32,7 @@ from spec.offloading import STAGING, HostSpec, StoreSpec
 from tiers.engine.vllm_hosting import HostingEngine
 from tiers.engine.vllm_region import ENGINE, NamedRegion
 from tiers.engine.vllm_secondary_tier import KVTiersStore as KVTiersStore
-from tiers.engine.vllm_secondary_tier import refuse_settings
+from tiers.engine.vllm_secondary_tier import refuse_unhosted
 from tiers.errors import TierUnusable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def vllm_settings(chain: ChainSpec, row_bytes: int) -> dict[str, Any]:
             "or its prompt; write store: all or store: prompt, or use KVTiersConnector"
         )
     for tier in chain.tiers:
-        refuse_settings(tier)
+        refuse_unhosted(tier)
     store = {"type": "KVTiersStore", "module_path": __name__}
     staging = chain.staging or max(STAGING, STAGING_ROWS * row_bytes)
     settings: dict[str, Any] = {

@@ -209,7 +209,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         )
         if not isinstance(spec, StoreSpec):
             raise ValueError(f"{spec.type} is no store: give vLLM's cpu_bytes_to_use instead")
-        refuse_settings(spec)
+        refuse_unhosted(spec)
         more = (
             {}
             if backpressure_detector is None
@@ -563,7 +563,7 @@ UNHOSTED = {
 """Settings of a tier that decide about loads and stores: here vLLM decides about those."""
 
 
-def refuse_settings(tier: Any) -> None:
+def refuse_unhosted(tier: Any) -> None:
     """Raise ValueError for settings of a tier that vLLM's OffloadingConnector does not obey."""
     if unhosted := tier.model_dump(include=UNHOSTED, exclude_defaults=True):
         raise ValueError(

@@ -222,13 +222,13 @@ def test_what_vllm_does_not_obey_is_refused(chain: dict[str, Any], match: str) -
 
 def test_a_package_that_says_what_is_stored_is_refused() -> None:
     """vLLM stores all blocks."""
-    from tiers.engine.vllm_secondary_tier import refuse_settings
+    from tiers.engine.vllm_secondary_tier import refuse_unhosted
     from tiers.remote.spec import RedisSpec
 
     spec = RedisSpec.model_validate({"url": "redis://127.0.0.1:1"})
-    refuse_settings(spec)
+    refuse_unhosted(spec)
     with pytest.raises(ValueError, match="'redis' has admission, which vLLM's"):
-        refuse_settings(spec.model_copy(update={"admission": "seldom"}))
+        refuse_unhosted(spec.model_copy(update={"admission": "seldom"}))
 
 
 def test_a_key_of_vllms_that_the_chain_decides_is_refused() -> None:
