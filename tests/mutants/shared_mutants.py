@@ -213,14 +213,14 @@ MUTANTS = (
     KEPT.but(
         "uses",
         "each read makes a pack look new",
-        "        if now - self._said.get(path, -USE_SECONDS) < USE_SECONDS:\n            return False\n",
+        "        if now - self._recorded.get(path, -USE_SECONDS) < USE_SECONDS:\n            return False\n",
         "",
         survives="it costs a write for each read, and no block",
     ),
     KEPT.but(
         "uses",
         "uses are kept for ever",
-        "        if len(self._said) >= _MOST_USES:\n            self._said = {}\n",
+        "        if len(self._recorded) >= _MOST_USES:\n            self._recorded = {}\n",
         "",
         equal="65,536 names are some MiB; no test puts so many packs",
     ),

@@ -307,7 +307,7 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         return {CacheHitSource(source): tokens for source, tokens in found.items()}
 
     def entry_of_response(self, request: Request, cached: Mapping[str, int]) -> dict[str, Any]:
-        """Of several chains of one engine that of the first: vLLM's MultiConnector ends the engine
+        """Only the first of an engine's chains adds an entry: vLLM's MultiConnector ends the engine
         where two connectors set one parameter."""
         entry = {} if request in _REPORTED else super().entry_of_response(request, cached)
         if entry:

@@ -1,7 +1,8 @@
-"""What becomes of the file that vLLM's host memory is until all of an engine's processes have it?
+"""Who removes the file of vLLM's host memory, if its engine is killed while it starts?
 
-It is in /dev/shm, and has a name until they have mapped it. Of an engine that is killed before, the
-next one removes it: by a lock beside it, which ends with the last process that holds it.
+The file lies in /dev/shm, and has a name until all processes of the engine have mapped it. Beside
+it is a lock, which ends with the last process that holds it: the next engine removes each file
+whose lock is free.
 """
 
 from __future__ import annotations

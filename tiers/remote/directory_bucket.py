@@ -195,20 +195,20 @@ def kept_directory(path: Path, capacity: int | None) -> KeptBucket:
 
 
 class _Uses:
-    """When packs were last used, as far as this process has said so. Thread-safe: at worst one is
-    said twice."""
+    """When this process last recorded a use of each pack. Thread-safe: at worst two threads record
+    the same one."""
 
     def __init__(self) -> None:
-        self._said: dict[str, float] = {}
+        self._recorded: dict[str, float] = {}
 
     def are_due(self, path: str) -> bool:
-        """Whether the use of a pack now is to be recorded in its file; it then counts as said."""
+        """Whether the use of a pack now is to be recorded in its file; it then counts as such."""
         now = time.monotonic()
-        if now - self._said.get(path, -USE_SECONDS) < USE_SECONDS:
+        if now - self._recorded.get(path, -USE_SECONDS) < USE_SECONDS:
             return False
-        if len(self._said) >= _MOST_USES:
-            self._said = {}
-        self._said[path] = now
+        if len(self._recorded) >= _MOST_USES:
+            self._recorded = {}
+        self._recorded[path] = now
         return True
 
 

@@ -174,7 +174,7 @@ def _no_prefix(block: int) -> TraceError:
 
 _PARTS = 16
 _OFTEN = 1023
-"""Counts of requests are collected each time their number has none of these bits."""
+"""Counts are collected each time the number of requests has none of these bits: every 1,024."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from spec.offloading import OffloadingSpec
 from tiers.tuning.report import DAY, YEAR
 
 KNOWN = "known"
-"""The key of a context of validation with what a machine or a budget need not write."""
+"""The key, in a validation's context, of the values that a machine or a budget may leave out."""
 EXAMPLE = "write kv_bytes_per_token, engine_cache, prefill_rate and tiers"
 
 

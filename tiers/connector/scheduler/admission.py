@@ -172,9 +172,9 @@ WINDOW = 60.0
 AGAIN = 3600.0
 """Seconds after which it is logged again."""
 FEWEST = 16
-"""Blocks lost in that time that are not worth a line."""
+"""Fewer blocks lost in that time are not worth a line."""
 INTENDED = ("store_deferred", "store_dropped_down")
-"""What is left out as the operator wishes, or with a line of the guard's."""
+"""Refusals that count as no loss: the operator wishes the first, the guard logs the second."""
 
 
 class AcceptanceMonitor:

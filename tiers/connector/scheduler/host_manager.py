@@ -13,7 +13,7 @@ from tiers.wrappers.guard import Health, warned
 from tiers.wrappers.guarded_residency import health_of
 
 LOOK_BACK = 64
-"""Blocks before those that a step stored among which one that is kept is looked for."""
+"""How many blocks before a stored one are searched for a predecessor that is kept."""
 
 TRIMMED = 256
 """Blocks that a tier which is made smaller evicts in a step at most, in a millisecond."""

@@ -69,7 +69,7 @@ class KVEvents:
                 self._inventory.note(run, lasts=not self._requests.generation.tag)
 
     def _in_order(self, held: dict[bytes, int]) -> Iterable[tuple[int, int, list[bytes]]]:
-        """Rows of these keys that follow each other: their group, the first one's place, keys."""
+        """These keys as rows of blocks that follow each other: group, first one's place, keys."""
         numbers, keys = list(held.values()), list(held)
         if numbers[0] > numbers[-1]:
             numbers, keys = numbers[::-1], keys[::-1]

@@ -32,9 +32,9 @@ class _WaitingHint(NamedTuple):
 class TierHints:
     """The hints of one tier's requests; used by the scheduler's thread alone.
 
-    A hint is obeyed for each block when it has been stored, and for all of the prompt when the
-    request ends: then the tier may have some that others stored, and time counts from there. For a
-    long prompt it is obeyed over several steps, as it is looked up (see `LookupPace`).
+    A hint is obeyed for each block when it has been stored, and for the whole prompt when the
+    request ends: by then the tier may have blocks of it that others stored. Its seconds count from
+    the end. For a long prompt it is obeyed over several steps, as lookups are (see `LookupPace`).
     """
 
     def __init__(self, tier: Tier, now: Callable[[], float]) -> None:

@@ -32,7 +32,7 @@ NAMED_AT_ONCE = 256
 JOB_BYTES = 8 << 20
 """Bytes over all ranks of what one step orders: a request's own load waits behind no more."""
 CLAIM = b"warm "
-"""Before the key of a block whose slot is being filled: nobody else may take it to hold that."""
+"""Stands before the key in a slot that is being filled, so that nobody takes it for the block."""
 
 
 class Warming:

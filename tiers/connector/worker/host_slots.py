@@ -109,8 +109,7 @@ class HostSlots:
         root: Path = Path("/"),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`root`: see `spare_memory`. `now`: the clock of
-        the tiers' loads, in seconds."""
+        """`root`: see `spare_memory`. `now`: the clock of the tiers' loads, in seconds."""
         self.engine = engine
         self.now = now
         self.watch = WeightWatch(engine.weights, engine.world_size, engine.adapters, engine.rank)
@@ -188,7 +187,8 @@ class HostSlots:
             )
 
     def _check_room(self, slots: int, pin: bool, there: int = 0) -> None:
-        """`there`: bytes of them that are taken already."""
+        """Raise TierUnusable unless memory is left for these slots, of which `there` bytes are
+        taken already."""
         need, ranks = slots * slot_stride(self.payload_bytes) - there, self._ranks_here
         spare = spare_memory(self._root)
         # Other ranks may have pinned theirs already; memory that is not pinned is taken later.

@@ -39,13 +39,13 @@ is copied."""
 READ_BYTES = 16 << 20
 """Bytes of one of them."""
 HOPE = 0.5
-"""Part of the seconds that a load should take, by those of late, in which it could still end: one
-that is dropped since it has less could not have ended in time."""
+"""A load is dropped at its turn if it has less than this part of the seconds that loads of its size
+took of late: it could not end in time."""
 FADE = 0.8
-"""Factor by which a load that is dropped makes that part smaller, until one has run."""
+"""Each load that is dropped makes that part smaller by this factor, until one has run."""
 LANDING = 0.02
-"""Seconds before the end of a load, or a tenth of it, at which its store is to have answered: what
-has come is still copied."""
+"""A load's store must answer so many seconds before the load's end, or a tenth of its time if that
+is less: what has come is still copied."""
 EARLY = 0.001
 """Seconds that a store's clock may be ahead of ours."""
 Numbered = list[tuple[int, LoadItem]]

@@ -47,12 +47,12 @@ def describe(
 
 
 SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 97, 8), 128)
-"""Numbers of ranks that engines are looked for with where nothing is listed."""
+"""Numbers of ranks for which marks are looked up: a tier with marks lists nothing."""
 
 
 GENERATIONS = 16
-"""Of so many generations notes are kept: an engine drops the blocks of one that is over, and one
-whose weights change by the minute would leave a note each time."""
+"""Generations whose notes are kept. An engine drops the blocks of one that is over; if its weights
+change by the minute, it would else leave a note each time."""
 
 
 class NamespaceNotes:
@@ -114,7 +114,7 @@ class NamespaceNotes:
                     records.note(self._passing.popleft(), b"")
 
     def _other_sizes(self, mine: NamespaceNote) -> list[int]:
-        """Of engines of this model, whose blocks are or were here."""
+        """The numbers of ranks, other than ours, of engines of this model that have stored here."""
         if (marks := self._spec.marks()) is not None:
             with closing(marks):
                 if mine.lasts:

@@ -61,6 +61,7 @@ class _QueuedPut(NamedTuple):
     verdict: WeightVerdict
 
     def joins(self, other: _QueuedPut) -> bool:
+        """Whether one put may store both, `other` being the first, without waiting for ranks."""
         if self.verdict.waits_for_others():
             return False
         return self.is_ours == other.is_ours and self.job.generation == other.job.generation
@@ -152,9 +153,10 @@ class Puts:
         return [i for i, ok in enumerate(held) if ok and unchanged]
 
     def _more(self, first: _QueuedPut) -> list[tuple[StoreJob, list[int]]]:
-        """Take the next jobs from the queue that one put takes with `first`, an eighth of what
-        waits at most. Blocks make room for others when their put has ended, and a tier that lags
-        must not run dry until those come: by taking all, a replay dropped 75% of them for 62%."""
+        """Take the next queued jobs that one put stores with `first`, an eighth of what waits at
+        most. A put gives its slots back when it ends, and until they are filled again a tier that
+        lags needs something to store: with all in one put a replay dropped 75% of its blocks, so
+        62%."""
         more: list[tuple[StoreJob, list[int]]] = []
         size = len(first.job.items)
         waiting = size + self._queued - self._taken

@@ -8,16 +8,17 @@ from tiers.store import Packs, Prefix, TierStore, capability
 
 
 def in_packs(prefixes: Sequence[Prefix | None]) -> list[int]:
-    """Places of blocks, of which these are the prefixes, in the order to put them: those of each
-    prefix in a row, or the parts of a block would part a pack; then those that stand alone."""
+    """The places of blocks with these prefixes, in the order in which to put them. Those of one
+    prefix come in a row, else the parts of a block would split a pack; those without one come last.
+    """
     of_prefix = [0 if prefix is None else id(prefix.keys) for prefix in prefixes]
     rows = {keys: row for row, keys in enumerate(dict.fromkeys(of_prefix)) if keys}
     return sorted(range(len(prefixes)), key=lambda at: rows.get(of_prefix[at], len(prefixes)))
 
 
 def batches(prefixes: Sequence[Prefix | None], most: int) -> Iterator[range]:
-    """Part blocks, of which these are the prefixes, into ranges of `most` at most. A range does not
-    end within a group that the next one goes on with, if it has the end of another."""
+    """Split blocks with these prefixes into ranges of `most` at most. A range that has the end of a
+    group ends with the last such end, so that the next one begins a group."""
     start = 0
     while start < len(prefixes):
         stop = min(start + most, len(prefixes))
@@ -37,8 +38,8 @@ def _ends_group(prefix: Prefix | None, behind: Prefix | None) -> bool:
 def held_before(
     store: TierStore, names: Sequence[bytes], prefixes: Sequence[Prefix | None]
 ) -> list[bool]:
-    """Which of these blocks the store has. One that packs prompts is asked for their groups, each
-    by itself: of windows those before may be missing."""
+    """Which of these blocks the store has. One that packs prompts is asked for each group by
+    itself: with attention windows the groups before may be missing."""
     packs = capability(store, Packs)
     groups = {
         _group(p): p.keys[p.at - p.at % p.group :][: p.group] for p in prefixes if p is not None

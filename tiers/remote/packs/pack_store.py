@@ -230,7 +230,7 @@ class PackStore:
         return list(found.values())
 
     def _mark_held(self, groups: Sequence[_Group], held: list[bool], deadline: Deadline) -> None:
-        """Note what of these is there now, as the bucket says, not as is known."""
+        """Mark the blocks that the bucket has now: what is remembered of it is not believed."""
         asked = [group for group in groups if group.left(held)]
         known = self._known.get
         probes = [search.cover(group.keys, group.left(held), known) for group in asked]

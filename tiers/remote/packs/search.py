@@ -80,9 +80,10 @@ def packs_among(keys: Sequence[bytes], found: Found, at: int = 0) -> list[Span]:
 def cover(
     keys: Sequence[bytes], wanted: Sequence[int], known: Callable[[bytes], Index | None]
 ) -> Generator[Sequence[bytes], Found, list[Span]]:
-    """The packs of a group that hold `wanted` numbers, which rise, for who stores what is in none:
-    from its first block on, or, if packs are missing before, from the first one that is wanted.
-    What is `known` to lie before that is not asked for: an answer's blocks come one by one."""
+    """The packs of a group that hold the `wanted` numbers, which rise, for a store of what is in
+    none. They are looked for from the group's first block on, or, if packs are missing there, from
+    the first wanted one on. Packs that are `known` to end before that are not asked for: an
+    answer's blocks come one by one."""
     first, stop = wanted[0], wanted[-1] + 1
     known_spans = walk_known(keys, 0, len(keys), known)
     before = [span.stop for span in known_spans if span.stop <= first]

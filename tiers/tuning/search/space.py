@@ -32,7 +32,8 @@ SPARE = 1.1
 GROWS = 1.25
 """A trace grows if all of it needs this many times the room of its first half."""
 SETTLED = 0.1
-"""It grows as well if its second half would have this much more of its blocks than the first."""
+"""It also grows if the share of blocks that could be served is this much higher in its second half
+than in its first."""
 ALL = 1 << 62
 """More bytes than any trace has."""
 

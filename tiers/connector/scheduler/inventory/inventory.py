@@ -112,8 +112,8 @@ class Inventory:
 
     def __init__(self, tier: str, folder: Path | None, holds: Holds, elsewhere: Holds) -> None:
         """`folder`: of the journal; None: nothing may lie in files. `elsewhere`: what other tiers
-        of the same medium hold: events do not distinguish them; None: there are none, which it
-        answers without I/O when asked for no keys."""
+        of the same medium hold, which events do not distinguish. It answers None if there are none,
+        and without I/O if asked for no keys."""
         self._elsewhere = elsewhere
         self.dropped = 0
         """Blocks so far that were not kept as they should: they are not announced again."""
