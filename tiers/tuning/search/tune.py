@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from spec.chain import ChainSpec
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
-from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Simulations, interrupts
 from tiers.tuning.search.search import (
@@ -131,11 +130,7 @@ def tune(
             trials.run(compared.values())
             chosen = settled(trials, grows is not None and space.present is None)
             chains = {"chosen": chosen.chain, **compared}
-            reports = _judged(chains, simulations, options, block_tokens)
-            judged = {
-                label: Evaluated(chain, report, score(report, budget))
-                for (label, chain), report in zip(chains.items(), reports, strict=True)
-            }
+            judged = _judged(chains, simulations, options, block_tokens, budget)
         except KeyboardInterrupt:
             if not len(trials):
                 raise
@@ -170,15 +165,24 @@ def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
 
 
 def _judged(
-    chains: Mapping[str, SimChain], simulations: Simulations, options: TuneOptions, size: int
-) -> list[Report]:
-    """Reports of chains on requests that neither search nor choice saw."""
+    chains: Mapping[str, SimChain],
+    simulations: Simulations,
+    options: TuneOptions,
+    block_tokens: int,
+    budget: Budget,
+) -> dict[str, Evaluated]:
+    """The chains by their labels, on requests that neither search nor choice saw."""
     if options.judge is None:
         searched = options.split.searched
-        return simulations.run((chain, 1.0, searched) for chain in chains.values())
-    other = Workload.of(options.judge, size)
-    with Simulations(other, simulations.machine, options.processes) as elsewhere:
-        return elsewhere.run((chain, 1.0, options.split.warm) for chain in chains.values())
+        reports = simulations.run((chain, 1.0, searched) for chain in chains.values())
+    else:
+        other = Workload.of(options.judge, block_tokens)
+        with Simulations(other, simulations.machine, options.processes) as elsewhere:
+            reports = elsewhere.run((chain, 1.0, options.split.warm) for chain in chains.values())
+    return {
+        label: Evaluated(chain, report, score(report, budget))
+        for (label, chain), report in zip(chains.items(), reports, strict=True)
+    }
 
 
 # -- which chain to choose -----------------------------------------------------------------------
