@@ -14,7 +14,7 @@ from spec.load import load_chain
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
-from tiers.connector.scheduler.admission import AGAIN, WINDOW
+from tiers.connector.scheduler.admission import QUIET_SECONDS, WINDOW_SECONDS
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.store import Block
 
@@ -170,12 +170,12 @@ def test_a_tier_that_takes_under_half_says_so_once_with_the_remedy(
         ask(made)
         assert not lines(caplog), "a minute is not over"
         for n in range(3):
-            clock[0] += WINDOW
+            clock[0] += WINDOW_SECONDS
             ask(made, [n, *LONG])
         (line,) = lines(caplog)
         assert "tier 'slow (package tests)' took" in line
         assert "of the 101 blocks" in line and remedy in line
-        clock[0] += AGAIN
+        clock[0] += QUIET_SECONDS
         ask(made, [5, *LONG])
         assert len(lines(caplog)) == 2
     store.pace.resume()
@@ -194,7 +194,7 @@ def test_a_store_that_refuses_most_blocks_is_told_of(
         for n in range(3):
             ask(made, [n, *LONG])
             made.settle()
-            clock[0] += WINDOW
+            clock[0] += WINDOW_SECONDS
     (line,) = lines(caplog)
     assert "capacity" in line
 
@@ -213,7 +213,7 @@ def test_a_tier_that_takes_all_and_one_that_is_chosen_for_says_nothing(
         for n in range(4):
             ask(made, [n, *LONG])
             made.settle()
-            clock[0] += WINDOW
+            clock[0] += WINDOW_SECONDS
     assert not lines(caplog)
 
 

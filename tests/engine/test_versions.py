@@ -110,14 +110,16 @@ CHANGES_NOTHING = {
 @pytest.mark.vllm
 @pytest.mark.parametrize("version", RECORDED)
 def test_what_we_wrap_is_there_and_is_all(version: str) -> None:
-    from tiers.engine.model_weights import DOORS
+    from tiers.engine.model_weights import WEIGHT_CHANGERS
 
     wrapped = by_class(facts(version)["wrapped"])
     assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": "lora_request"}
     assert wrapped.pop("EngineCore") == {"collective_rpc": "method timeout args kwargs"}
     worker = wrapped.pop("Worker").keys()
-    assert worker - CHANGES_NOTHING.keys() <= {*DOORS}, "may change weights, and is not counted"
-    assert {*DOORS} - worker <= {"reset_weights"}, "vLLM before 0.32 has no such one"
+    assert worker - CHANGES_NOTHING.keys() <= {*WEIGHT_CHANGERS}, (
+        "may change weights, and is not counted"
+    )
+    assert {*WEIGHT_CHANGERS} - worker <= {"reset_weights"}, "vLLM before 0.32 has no such one"
     for name, members in wrapped.items():
         assert members.keys() == {"reset_prefix_cache"}, name
 

@@ -18,13 +18,19 @@ logger = logging.getLogger(__name__)
 
 PARTS = 16
 """Samples that are looked at in turn."""
-SPAN = 32
+SAMPLE_WORDS = 32
 """Words of each parameter in a sample. A step of training at 1e-6 changes one in a hundred weights
 of bfloat16: of a model with 300 parameters a look misses that once in e^96 times."""
-AT_ONCE = 400
+LOOK_PARAMETERS = 400
 """Parameters of a look; of a model that has more some are looked at in one look and some in the
 next."""
-DOORS = ("load_model", "reload_weights", "reset_weights", "update_weights", "finish_weight_update")
+WEIGHT_CHANGERS = (
+    "load_model",
+    "reload_weights",
+    "reset_weights",
+    "update_weights",
+    "finish_weight_update",
+)
 """Members of a worker that change its weights, where its version has them."""
 Place = tuple[Callable[[], Any], str]
 """Where a parameter is: its module, which may be gone, and its name there."""
@@ -58,7 +64,7 @@ class ModelWeights(Weights):
         self._changes = 0
         self._model: Callable[[], Any] = lambda: None
         self._groups: list[_Group] = []
-        for name in DOORS:
+        for name in WEIGHT_CHANGERS:
             before_calls(worker, name, self._changed)
 
     def _changed(self) -> None:
@@ -91,7 +97,7 @@ class ModelWeights(Weights):
         found = list(_parameters(model, self._worker.parallel_config.enable_eplb))
         users = Counter(one.data_ptr() for _, one in found)
         shared = {address for address, count in users.items() if count > 1}
-        groups = min(PARTS, -(-len(found) // AT_ONCE)) or 1
+        groups = min(PARTS, -(-len(found) // LOOK_PARAMETERS)) or 1
         try:
             self._groups = [_Group(found[at::groups], shared) for at in range(groups)]
         except (RuntimeError, AttributeError, TypeError) as error:
@@ -167,8 +173,8 @@ class _Sample:
         for first, last in extents:
             low = -((self._start - first) // WORD.itemsize)
             high = (last - self._start) // WORD.itemsize
-            at = low + secrets.randbelow(max(1, high - low - SPAN + 1))
-            drawn += range(at, min(high, at + SPAN))
+            at = low + secrets.randbelow(max(1, high - low - SAMPLE_WORDS + 1))
+            drawn += range(at, min(high, at + SAMPLE_WORDS))
         return drawn
 
     def read(self, part: int) -> Reading:

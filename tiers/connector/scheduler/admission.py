@@ -167,11 +167,11 @@ class Admission:
         self._left -= size
 
 
-WINDOW = 60.0
+WINDOW_SECONDS = 60.0
 """Seconds over which what a tier takes is compared with what it is offered."""
-AGAIN = 3600.0
+QUIET_SECONDS = 3600.0
 """Seconds after which it is logged again."""
-FEWEST = 16
+FEWEST_LOST = 16
 """Fewer blocks lost in that time are not worth a line."""
 INTENDED = ("store_deferred", "store_dropped_down")
 """Refusals that count as no loss: the operator wishes the first, the guard logs the second."""
@@ -211,11 +211,11 @@ class AcceptanceMonitor:
     def look(self) -> None:
         """Log it, when the time is over, if the tier took under half."""
         now = self._now()
-        if self._since is None or now < self._since + WINDOW:
+        if self._since is None or now < self._since + WINDOW_SECONDS:
             return
         lost = sum(self._lost.values())
-        if now >= self._quiet_until and lost >= FEWEST and 2 * lost > self._offered:
-            self._quiet_until = now + AGAIN
+        if now >= self._quiet_until and lost >= FEWEST_LOST and 2 * lost > self._offered:
+            self._quiet_until = now + QUIET_SECONDS
             (reason, _), *_ = self._lost.most_common(1)
             logger.warning(
                 "tier %r took %d of the %d blocks that it was offered in %.0f s: %s",

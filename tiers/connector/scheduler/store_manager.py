@@ -39,13 +39,13 @@ from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
 logger = logging.getLogger(__name__)
 
-EVERY = 1.0
+LOOK_SECONDS = 1.0
 """Seconds between two looks."""
-ABSENT = 1024
+MOST_ABSENT = 1024
 """Blocks that lookups missed and the next step that stores does not look up again, at most."""
 UNCOUNTED = Usage(0, 0, 0)
 """Of a store that does not count: a capacity beside it would show a tier that is always empty."""
-PART = 0.01
+LOOK_SHARE = 0.01
 """The part of the time that looks may take: a store that is slow to count is asked less often."""
 
 
@@ -74,7 +74,7 @@ class StoreWatch:
         while not self._stop.wait(pause):
             began = time.monotonic()
             self._look()
-            pause = max(EVERY, (time.monotonic() - began) / PART)
+            pause = max(LOOK_SECONDS, (time.monotonic() - began) / LOOK_SHARE)
 
     def _look(self) -> None:
         self._hear()
@@ -172,7 +172,7 @@ class StoreManager(TierManager):
         `_packed`; 0: it does not, or it is not known yet."""
         if self._in_order and not self._packs and self._clock() >= self._ask_packs_at:
             # A store that is opened late may have them later; each block that is stored asks.
-            self._ask_packs_at = self._clock() + EVERY
+            self._ask_packs_at = self._clock() + LOOK_SECONDS
             windows = capability(self._store, PacksWindows) is not None
             self._packed = self._in_rows if windows else self._in_order
             packs = capability(self._store, Packs) if any(self._packed) else None
@@ -206,7 +206,7 @@ class StoreManager(TierManager):
                     held = self._parts.peek(index, some)
                     self.pace.took()
                     self._note_asked(some, held)
-                    if len(some) + len(self._absent) <= ABSENT:
+                    if len(some) + len(self._absent) <= MOST_ABSENT:
                         self._absent.update(dict.fromkeys(compress(some, map(not_, held))))
                     lookup.add(held)
                 if count < len(unknown):

@@ -38,15 +38,15 @@ BOUNCES = 2
 is copied."""
 READ_BYTES = 16 << 20
 """Bytes of one of them."""
-HOPE = 0.5
+DROP_BELOW = 0.5
 """A load is dropped at its turn if it has less than this part of the seconds that loads of its size
 took of late: it could not end in time."""
-FADE = 0.8
+DROP_BELOW_FACTOR = 0.8
 """Each load that is dropped makes that part smaller by this factor, until one has run."""
-LANDING = 0.02
+LANDING_SECONDS = 0.02
 """A load's store must answer so many seconds before the load's end, or a tenth of its time if that
 is less: what has come is still copied."""
-EARLY = 0.001
+CLOCK_SKEW_SECONDS = 0.001
 """Seconds that a store's clock may be ahead of ours."""
 Numbered = list[tuple[int, LoadItem]]
 """Items of a load, each with its number among them."""
@@ -106,7 +106,7 @@ class Load:
         self.job = job
         self._now = now
         self.until = now() + job.seconds
-        self._answer_by = self.until - min(LANDING, job.seconds / 10)
+        self._answer_by = self.until - min(LANDING_SECONDS, job.seconds / 10)
         self.began: float | None = None
         """When its turn came; None: it has not."""
         self.seconds: float | None = None
@@ -219,7 +219,7 @@ class Loading:
         )
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[Load, Future[None]]] = []
-        self._pace, self._hope = LatencyModel(), HOPE
+        self._pace, self._drop_below = LatencyModel(), DROP_BELOW
         self._bounces: list[SlotMemory] = []
         self._threads = io_executor(at_once, f"load-{tier}")
         self._readers = io_executor(at_once, f"read-{tier}")
@@ -286,7 +286,7 @@ class Loading:
             load.began = began
             load.laps.lap("queue")
             line = self._pace.line
-            least = 0.0 if line is None else self._hope * line.seconds(len(load.job.items))
+            least = 0.0 if line is None else self._drop_below * line.seconds(len(load.job.items))
             if began + least > load.until and self._others_wait():
                 # Those are served in time instead.
                 load.dropped, load.seconds = True, 0.0
@@ -418,7 +418,7 @@ class Loading:
         was_up = store.health.reads
         with Waiting(load.time_left):
             held = store.get(blocks)
-        load.cut_short |= not all(held) and load.time_left() < EARLY
+        load.cut_short |= not all(held) and load.time_left() < CLOCK_SKEW_SECONDS
         # A tier that failed, was not asked or had no time may have them still.
         if was_up and store.health.reads and not load.cut_short:
             load.record_missing(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
@@ -496,10 +496,10 @@ class Loading:
 
     def _note_pace(self, load: Load, seconds: float) -> None:
         if load.dropped:
-            self._hope *= FADE  # it may be faster by now
+            self._drop_below *= DROP_BELOW_FACTOR  # it may be faster by now
         elif load.arrived:
             self._pace.add(load.arrived, seconds)
-            self._hope = HOPE
+            self._drop_below = DROP_BELOW
 
     def close(self, drain: float) -> None:
         """End all loads; wait for their threads for `drain` seconds at most."""
