@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,15 +98,13 @@ def scheduler_parts(
         )
 
     observers: list[RequestObserver] = []
-    parts, names = len(requests.groups), _names(chain)
+    names = _names(chain)
     explanations = open_explanations(chain.explain, names, engine.block_tokens)
     if explanations is not None:
         observers.append(explanations)
     opens: dict[str, OpenObservers] = {
-        "record": lambda chain: open_recorder(chain, requests, opener, now),
-        "ghosts": lambda chain: open_ghosts(
-            chain, requests, lambda: opener.slot_bytes * parts, now
-        ),
+        "record": partial(open_recorder, requests, opener, now),
+        "ghosts": partial(open_ghosts, requests, opener, now),
     }
     settings = MultiSettings(
         load_policy=chain.load_policy,

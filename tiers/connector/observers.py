@@ -66,7 +66,7 @@ class TrafficRecorder:
 
 
 def open_recorder(
-    chain: ChainSpec, requests: RequestTable, opener: TierOpener, now: Callable[[], float]
+    requests: RequestTable, opener: TierOpener, now: Callable[[], float], chain: ChainSpec
 ) -> tuple[TrafficRecorder, ...]:
     if chain.record is None:
         return ()
@@ -113,16 +113,18 @@ class GhostWatcher:
 
 
 def open_ghosts(
-    chain: ChainSpec,
-    requests: RequestTable,
-    block_bytes: Callable[[], int],
-    now: Callable[[], float],
+    requests: RequestTable, opener: TierOpener, now: Callable[[], float], chain: ChainSpec
 ) -> tuple[GhostWatcher, ...]:
-    """The ghosts of a chain that has any. `block_bytes`: see `Ghosts`."""
     if not chain.ghosts:
         return ()
-    settings, engine = list(_settings(chain)), requests.engine
-    ghosts = Ghosts(settings, engine.block_tokens, engine.hash_tokens, block_bytes, now)
+    engine, parts = requests.engine, len(requests.groups)
+    ghosts = Ghosts(
+        list(_settings(chain)),
+        engine.block_tokens,
+        engine.hash_tokens,
+        lambda: opener.slot_bytes * parts,
+        now,
+    )
     return (GhostWatcher(ghosts, requests),)
 
 

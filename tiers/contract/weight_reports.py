@@ -58,9 +58,7 @@ class WeightReport(NamedTuple):
     seen: Mapping[int, Seen]
     adapters: AdapterReports = {}  # noqa: RUF012 - it is a constant
 
-    def fold(self, other: WeightReport | None) -> WeightReport:
-        if other is None:
-            return self
+    def fold(self, other: WeightReport) -> WeightReport:
         seen = {number: seen.fold(other.seen.get(number)) for number, seen in self.seen.items()}
         adapters = {**other.adapters, **self.adapters}
         return WeightReport(self.over or other.over, {**other.seen, **seen}, adapters)

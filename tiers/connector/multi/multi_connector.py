@@ -12,6 +12,7 @@ from tiers.contract.stats import TierStats
 from tiers.contract.weight_reports import WeightOrders, WeightReport
 
 C = TypeVar("C", bound=Connector)
+T = TypeVar("T")
 
 
 class MultiConnector(Connector, Generic[C]):
@@ -123,16 +124,18 @@ class MultiWorkerMetadata:
         """Both ranks' metadata, child by child."""
         pairs = zip(self.metadata, other.metadata, strict=True)
         return MultiWorkerMetadata(
-            tuple(
-                a.aggregate(b) if a is not None and b is not None else a if b is None else b
-                for a, b in pairs
-            ),
+            tuple(_both(a, b, lambda one, more: one.aggregate(more)) for a, b in pairs),
             self.step,
-            self.weights.fold(other.weights) if self.weights is not None else other.weights,
-            self.changes.fold(other.changes)
-            if self.changes is not None and other.changes is not None
-            else self.changes or other.changes,
+            _both(self.weights, other.weights, WeightReport.fold),
+            _both(self.changes, other.changes, ChangeReport.fold),
         )
+
+
+def _both(one: T | None, other: T | None, fold: Callable[[T, T], T]) -> T | None:
+    """Two ranks' parts of a report as one; a rank may have none."""
+    if one is None or other is None:
+        return other if one is None else one
+    return fold(one, other)
 
 
 @dataclass(frozen=True)

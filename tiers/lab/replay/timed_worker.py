@@ -6,7 +6,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,20 +67,12 @@ class TraceModel(ReplayModel):
         return (numbers * 1_000_003)[:, None] + np.arange(self.width, dtype=np.int64)
 
 
+@dataclass
 class TimedJobs:
     """Jobs of one tier in flight on the worker, by their ids; `loads`: until when each may take."""
 
-    def __init__(self) -> None:
-        self.loads: dict[int, float] = {}
-        self.stores: set[int] = set()
-
-    def begin_loads(self, orders: OffloadingConnectorMetadata, now: float) -> None:
-        """A step's loads are with the threads."""
-        self.loads |= {job.job_id: now + job.seconds for job in orders.reqs_to_load}
-
-    def begin_stores(self, orders: OffloadingConnectorMetadata) -> None:
-        """A step's stores are with the threads."""
-        self.stores.update(job.job_id for job in orders.reqs_to_store)
+    loads: dict[int, float] = field(default_factory=dict)
+    stores: set[int] = field(default_factory=set)
 
     def end(self, report: OffloadingWorkerMetadata | None) -> None:
         """These jobs have ended."""
@@ -162,8 +154,9 @@ class TimedWorker(LocalWorker):
         self._half.bind_connector_metadata(orders)
         self._half.start_load_kv(None)
         self._half.clear_connector_metadata()
+        now = self._clock.now()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):
-            jobs.begin_loads(part, self._clock.now())
+            jobs.loads |= {job.job_id: now + job.seconds for job in part.reqs_to_load}
 
     def end(self, step: Step) -> StepOutput:
         """The step is computed: begin its stores. `settle` reports the ends of transfers."""
@@ -173,7 +166,7 @@ class TimedWorker(LocalWorker):
         self._half.wait_for_save()
         self._half.clear_connector_metadata()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):
-            jobs.begin_stores(part)
+            jobs.stores.update(job.job_id for job in part.reqs_to_store)
         for place, passing in self._passing.items():
             passing.begin(orders.metadata[place], self._clock.now())
         return output
