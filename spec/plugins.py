@@ -156,6 +156,20 @@ def check_whole(entry: EntryPoint, loaded: Any) -> None:
         raise broken(entry, f"its class does not implement {missing}")
 
 
+def imported_class(
+    entry: EntryPoint,
+    kind: type[T],
+    check: Callable[[EntryPoint, Any], None] = check_whole,
+) -> type[T]:
+    """The class that an entry point names, of this kind. Raises BrokenPlugin for another one, and
+    what `check` raises."""
+    loaded = imported(entry)
+    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
+        raise broken(entry, f"it is not an {kind.__name__}")
+    run(entry, lambda: check(entry, loaded), "a check of its class")
+    return loaded
+
+
 def run(entry: EntryPoint, ask: Callable[[], T], what: str, seconds: float = 0) -> T:
     """Run a tier type's code: a plugin's on another thread, since it may hang, for `seconds` at
     most (0: `ASK_SECONDS`). Raises ValidationError, and BrokenPlugin for all else that goes wrong

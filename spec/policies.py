@@ -11,21 +11,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-from spec.plugins import (
-    ADMISSION,
-    EVICTION,
-    broken,
-    check_whole,
-    entry_of,
-    imported,
-    installed,
-    run,
-)
+from spec.plugins import ADMISSION, EVICTION, entry_of, imported_class, installed
 
 
 class EvictionPolicy(ABC):
@@ -82,26 +73,14 @@ class AdmissionPolicy(ABC):
         """The block is on its way into the tier; when it is asked for again, it was lost."""
 
 
-Policy = TypeVar("Policy", bound="EvictionPolicy | AdmissionPolicy")
-
-
 def eviction_policy(name: str) -> type[EvictionPolicy]:
     """Return the class of an eviction policy. Raises UnknownPlugin and BrokenPlugin."""
-    return _policy(EVICTION, name, EvictionPolicy)
+    return imported_class(entry_of(name, EVICTION), EvictionPolicy)
 
 
 def admission_policy(name: str) -> type[AdmissionPolicy]:
     """Return the class of an admission policy. Raises UnknownPlugin and BrokenPlugin."""
-    return _policy(ADMISSION, name, AdmissionPolicy)
-
-
-def _policy(group: str, name: str, kind: type[Policy]) -> type[Policy]:
-    entry = entry_of(name, group)
-    loaded = imported(entry)
-    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
-        raise broken(entry, f"it is not an {kind.__name__}")
-    run(entry, lambda: check_whole(entry, loaded), "a check of its class")
-    return loaded
+    return imported_class(entry_of(name, ADMISSION), AdmissionPolicy)
 
 
 class _OneOf:

@@ -18,7 +18,7 @@ from spec.plugins import (
     check_whole,
     entries_of,
     entry_of,
-    imported,
+    imported_class,
     installed,
     owner,
     run,
@@ -67,11 +67,7 @@ def tier_parts(tier_type: str, make: Callable[[type[OffloadingSpec]], T]) -> T:
 
 
 def _load(entry: EntryPoint) -> type[OffloadingSpec]:
-    loaded = imported(entry)
-    if not (isinstance(loaded, type) and issubclass(loaded, OffloadingSpec)):
-        raise broken(entry, "it is not an OffloadingSpec")
-    run(entry, lambda: _check(entry, loaded), "a check of its class")
-    return loaded
+    return imported_class(entry, OffloadingSpec, _check)
 
 
 def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
