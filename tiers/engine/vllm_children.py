@@ -170,11 +170,10 @@ def refuse_groups(children: Sequence[ChildConfig], kv_cache_config: KVCacheConfi
 
 def any_requires_piecewise(extra_config: Mapping[str, Any]) -> bool:
     """Whether any child works layer by layer, which whole CUDA graphs would skip."""
-    for transfer in _transfers(extra_config, kv_role="kv_both"):
-        cls = child_class(transfer)
-        if cls.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config):
-            return True
-    return False
+    return any(
+        child_class(transfer).requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+        for transfer in _transfers(extra_config, kv_role="kv_both")
+    )
 
 
 def all_support_sleep(parent: KVTransferConfig) -> bool:

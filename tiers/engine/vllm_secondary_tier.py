@@ -57,7 +57,7 @@ READERS = 2
 PART_BYTES = 4 << 20
 """Of rows that are copied and moved at once: they stay in the processor's caches between the two.
 At 32 MiB a batch of 128 MiB took half as much more processor time. Rows that a store reads itself
-are moved in whole batches, of 32 MiB: 8.9 GB/s of blocks of 2 MiB, so 5.5."""
+are moved in whole batches, of 32 MiB: blocks of 2 MiB at 8.9 GB/s, in such parts at 5.5."""
 LOCKS = 8
 """Of a job: so many of its rows may be copied or checksummed at once."""
 LOOKED_UP = 512
@@ -178,6 +178,11 @@ class TierLookups:
     stored: dict[bytes, int] = field(default_factory=dict)
     parts: int = 0
     is_stale: bool = False
+
+    def learn(self, names: Sequence[bytes], answers: Sequence[bool]) -> None:
+        """Keep what the store has answered."""
+        for name, is_held in zip(names, answers, strict=True):
+            (self.held if is_held else self.missed).add(name)
 
 
 class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
@@ -319,8 +324,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             lookup.cancel()
             request.wanted.update(dict.fromkeys(names))
             return False
-        for name, is_held in zip(names, answers, strict=True):
-            (request.held if is_held else request.missed).add(name)
+        request.learn(names, answers)
         return True
 
     def _promise(self, request: TierLookups, name: bytes) -> LookupResult:
@@ -351,8 +355,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         answers = self._manager.coverage(request.lookup, names, range(len(names)))
         if answers is None:
             return
-        for name, is_held in zip(names, answers, strict=True):
-            (request.held if is_held else request.missed).add(name)
+        request.learn(names, answers)
         request.asked, request.lookup = {}, Lookup()  # the next question is about other keys
 
     def submit_load(self, job_metadata: TransferJob) -> None:

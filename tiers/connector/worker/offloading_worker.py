@@ -155,8 +155,8 @@ class Puts:
     def _more(self, first: _QueuedPut) -> list[tuple[StoreJob, list[int]]]:
         """Take the next queued jobs that one put stores with `first`, an eighth of what waits at
         most. A put gives its slots back when it ends, and until they are filled again a tier that
-        lags needs something to store: with all in one put a replay dropped 75% of its blocks, so
-        62%."""
+        lags needs something to store: a replay dropped 62% of its blocks, and 75% with all in one
+        put."""
         more: list[tuple[StoreJob, list[int]]] = []
         size = len(first.job.items)
         waiting = size + self._queued - self._taken
