@@ -303,6 +303,20 @@ class LooksAtTheStart(Checked):
         return digest(key + data[:1000])
 
 
+class LooksHereAndThere(Checked):
+    """At a part of each page: a flip in its start, middle and end is found."""
+
+    def _sum(self, key: bytes, data: bytes) -> bytes:
+        return digest(key + data[:4096] + data[30_000:34_000] + data[-4096:])
+
+
+class AddsBytes(Checked):
+    """Two bits that are flipped may leave a sum as it was."""
+
+    def _sum(self, key: bytes, data: bytes) -> bytes:
+        return digest(key + bytes([sum(data) % 256]))
+
+
 class TakesWhatIsThere(Checked):
     """Reads what a file has, and checks the key alone."""
 
@@ -454,10 +468,12 @@ class ClearsAll(MemoryStore):
         (KeepsTooMuch, "test_no_more_is_held_than_the_capacity"),
         (TakesNothingWhenFull, "test_what_put_says_is_held_is_held"),
         (ForgetsWhatItHolds, "test_what_is_dropped_gives_its_room_back"),
-        (KeepsTheCallersMemory, "test_the_callers_memory_is_not_kept"),
+        (KeepsTheCallersMemory, "test_memory_is_the_callers_again_after_each_call"),
         (MemoryStore, "test_no_damage_is_served"),
         (ForgetsTheKey, "test_no_damage_is_served"),
         (LooksAtTheStart, "test_no_damage_is_served"),
+        (LooksHereAndThere, "test_no_damage_is_served"),
+        (AddsBytes, "test_no_damage_is_served"),
         (TakesWhatIsThere, "test_no_damage_is_served"),
         (Scribbles, "test_what_was_put_is_got"),
         (ScribblesByAddress, "test_what_was_put_is_got"),
@@ -480,6 +496,64 @@ def test_the_kit_finds_a_broken_store(broken: type[MemoryStore], test: str) -> N
 
     with pytest.raises((AssertionError, TierError, TypeError)):
         getattr(Kit(), test)()
+
+
+class OfOnePlace(MemoryStore):
+    """Open twice, it has the same blocks; a mutant remembers more of its own calls than is so."""
+
+    def __init__(self, place: dict[bytes, bytes]) -> None:
+        super().__init__()
+        self.blocks = place
+        self.mine: dict[bytes, bool] = {}
+
+
+class RemembersMisses(OfOnePlace):
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.mine |= {key: False for key in keys if key not in self.blocks}
+        return [self.mine.get(key, True) for key in keys]
+
+
+class RemembersHits(OfOnePlace):
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.mine |= {key: True for key in keys if key in self.blocks}
+        return [self.mine.get(key, False) for key in keys]
+
+
+class EvictsItsOwn(OfOnePlace, Bounded):
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        MemoryStore.put(self, blocks)
+        self.mine |= {block.key: True for block in blocks}
+        while len(self.mine) > self.room:
+            self.blocks.pop(key := next(iter(self.mine)))
+            self.mine.pop(key)
+        return [block.key in self.mine for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (RemembersMisses, "test_two_open_stores_see_each_other"),
+        (RemembersHits, "test_two_open_stores_see_each_other"),
+        (EvictsItsOwn, "test_no_more_is_held_than_the_capacity"),
+    ],
+)
+def test_the_kit_finds_a_store_that_is_wrong_beside_another(
+    broken: type[OfOnePlace], test: str
+) -> None:
+    class Kit(StoreContract):
+        shared = True
+
+        def __init__(self) -> None:
+            self.place: dict[bytes, bytes] = {}
+
+        def open_store(self, payload_bytes: int) -> TierStore:
+            return broken(self.place)
+
+    with pytest.raises(AssertionError):
+        getattr(Kit(), test)()
+    if broken is EvictsItsOwn:
+        Kit.shared = False
+        getattr(Kit(), test)()  # alone it is right
 
 
 class ProcessPrivate(StoreContract):

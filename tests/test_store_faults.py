@@ -90,7 +90,7 @@ def kept(
         monkeypatch.setattr(slab, "_PIECE", piece)
         on_disk = DiskSpec.model_validate({"path": tmp_path, "capacity": "8MiB", "io": io})
         with closing(on_disk.open(StoreContext(PAYLOAD))) as store:
-            yield Kept(on_disk, store, SlabMedium(tmp_path), PAGE, 2 * PAGE)
+            yield Kept(on_disk, store, SlabMedium(tmp_path), HEADER_BYTES, 2 * PAGE)
         return
     codec, size = SERVERS[how]
     url = shared_server.url

@@ -6,7 +6,7 @@ The blocks have keys that nobody else can have, and are dropped afterwards.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -14,8 +14,30 @@ from tiers.errors import KVTiersError
 from tiers.store import Block, TierStore, each
 
 KEY_BYTES = 48
-FLIPS = (("start", 0.0), ("middle", 0.5), ("end", 1.0))
-"""Where a bit of the stored bytes is flipped, and at which part of them."""
+
+
+def _two(data: bytes) -> list[int]:
+    """Two drawn places: with a bit flipped in both a sum is as it was, and a parity."""
+    one, *others = secrets.SystemRandom().sample(range(len(data)), min(len(data), 32))
+    return [one, next((at for at in others if (data[at] ^ data[one]) & 1), others[0])]
+
+
+def _flipped(data: bytes, *places: int) -> bytes:
+    flipped = bytearray(data)
+    for place in places:
+        flipped[place] ^= 1
+    return bytes(flipped)
+
+
+DAMAGES: Sequence[tuple[str, Callable[[bytes], bytes]]] = (
+    ("a bit flipped at its start", lambda data: _flipped(data, 0)),
+    ("a bit flipped at its end", lambda data: _flipped(data, len(data) - 1)),
+    ("a bit flipped somewhere", lambda data: _flipped(data, secrets.randbelow(len(data)))),
+    ("two bits flipped", lambda data: _flipped(data, *_two(data))),
+    ("half of it cut off", lambda data: data[: len(data) // 2]),
+)
+"""What becomes of a stored block's bytes. Each open draws other places, so that in the end a
+checksum of some of the bytes is found."""
 
 
 class Medium(Protocol):
@@ -37,7 +59,7 @@ def find_lie(store: TierStore, medium: Medium, payload_bytes: int) -> str | None
     """Damage blocks in the medium of a store for payloads of this length. Say which damage it
     serves, like "a bit flipped at its end"; None: each damaged block is a miss.
 
-    Stores eight blocks, whose keys are drawn. Raises CannotTry if the store does not take them and
+    Stores nine blocks, whose keys are drawn. Raises CannotTry if the store does not take them and
     give them back, and whatever the store and the medium raise.
     """
     trial = _Trial(store, medium, payload_bytes)
@@ -60,15 +82,10 @@ class _Trial:
     def damaged(self) -> Iterator[tuple[str, bytes]]:
         """Keys of damaged blocks, each with its damage. All are loaded while whole."""
         medium = self._medium
-        for where, part in FLIPS:
+        for what, damage in DAMAGES:
             key, data = self._put()
-            place = int(part * (len(data) - 1))
-            flipped = bytes([data[place] ^ 1])
-            medium.write(key, data[:place] + flipped + data[place + 1 :])
-            yield f"a bit flipped at its {where}", key
-        key, data = self._put()
-        medium.write(key, data[: len(data) // 2])
-        yield "half of it cut off", key
+            medium.write(key, damage(data))
+            yield what, key
         key, data = self._put()
         other, others = self._put()
         medium.write(key, others)

@@ -57,21 +57,23 @@ class SlabMedium:
         self._places: dict[bytes, tuple[Path, int, int]] = {}
 
     def read(self, key: bytes) -> bytes:
-        """The header with the rest of its page, and the payload."""
+        """The header and the payload, without the rest of the header's page."""
         name = self._name(key)
         ((slab, start),) = [(s, place) for s, place, k in _records(self._folder) if k == name]
         with slab.open("rb") as file:
             file.seek(start)
-            data = file.read(PAGE) + _payload(slab, start)
+            data = file.read(HEADER_BYTES) + _payload(slab, start)
         self._places[key] = slab, start, len(data)
         return data
 
     def write(self, key: bytes, data: bytes) -> None:
         """Where the record was when it was read; what is cut off is zeros."""
         slab, start, size = self._places[key]
+        whole = data.ljust(size, b"\0")
         with slab.open("r+b") as file:
-            file.seek(start)
-            file.write(data.ljust(size, b"\0"))
+            for place, part in (start, whole[:HEADER_BYTES]), (start + PAGE, whole[HEADER_BYTES:]):
+                file.seek(place)
+                file.write(part)
 
 
 class ServerMedium:

@@ -90,13 +90,6 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             assert self.hits(store, [key, make_key(), key]) == [True, False, True]
             assert listed(store.has([key, key])) == [True, True]
 
-    def test_putting_a_key_again_is_harmless(self) -> None:
-        keys = [make_key() for _ in range(4)]
-        with self.opened() as store:
-            self.put(store, keys)
-            self.put(store, keys)
-            assert self.hits(store, keys) == [True] * 4
-
     def test_other_bytes_under_a_key_never_mix(self) -> None:
         key = make_key()
         with self.opened() as store:
@@ -163,17 +156,6 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
         if refused:
             raise SkipTest(f"{type(self).__name__} refuses payloads of {refused} bytes")
 
-    def test_the_callers_memory_is_not_kept(self) -> None:
-        key = make_key()
-        memory = Memory([key], self.payload_bytes).fill()
-        with self.opened() as store:
-            assert self.stored(store, memory) == [True]
-            memory.blocks[0].payload[:] = bytes(self.payload_bytes)
-            assert list(store.get(memory.blocks)) == [True]
-            assert memory.holds(0)
-            memory.blocks[0].payload[:] = bytes(self.payload_bytes)
-            assert self.hits(store, [key]) == [True]
-
     def test_memory_is_left_alone_after_a_call_that_found_no_thread(self) -> None:
         """What such a call has begun must not go on later, when the memory is another block's."""
         keys = [make_key() for _ in range(16)]
@@ -210,11 +192,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             assert self.hits(store, kept + dropped) == [True] * 24
 
     def _use(
-        self,
-        store: TierStore,
-        kept: Sequence[bytes],
-        dropped: Sequence[bytes],
-        chance: random.Random,
+        self, store: TierStore, kept: list[bytes], dropped: list[bytes], chance: random.Random
     ) -> None:
         """The work of one of many threads; only `dropped` keys are ever dropped."""
         for _ in range(10):
@@ -244,8 +222,10 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
         self.claimed("shared")
         keys = [make_key() for _ in range(4)]
         with self.opened() as one, self.opened() as other:
+            assert listed(other.has(keys)) == [False] * 4
             self.put(one, keys)
-            assert listed(other.has(keys)) == [True] * 4
+            assert listed(other.has(keys)) == [True] * 4, "has remembers what was not there"
+            assert listed(one.has(keys)) == [True] * 4
             assert self.hits(other, keys) == [True] * 4
             other.drop(keys[:1])
             held = listed(one.has(keys))
@@ -303,8 +283,9 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
         """Bits flipped, blocks swapped, cut off, and come back from before."""
         self.claimed("verifies")
         with self.opened() as store:
-            lie = find_lie(store, self.medium(store), self.payload_bytes)
-            assert lie is None, f"a block is served with {lie}"
+            for _ in range(8):  # some of the bits are drawn
+                lie = find_lie(store, self.medium(store), self.payload_bytes)
+                assert lie is None, f"a block is served with {lie}"
 
     def test_the_spec_says_whether_it_verifies(self) -> None:
         declared = self.make_spec().verifies
@@ -355,10 +336,10 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             assert self.hits(store, keys) == [True, True]
 
     def test_no_more_is_held_than_the_capacity(self) -> None:
-        with self.opened() as store:
+        with self.opened() as store, self.opened() as other:
             measured = self.having(store, Measured)
-            for _ in range(4):
-                self.put_some(store, [make_key() for _ in range(64)])
+            for place in (store, other) * 2 if self.shared else (store,) * 4:
+                self.put_some(place, [make_key() for _ in range(64)])
                 usage = measured.usage()
                 assert usage.blocks > 0 and usage.used > 0
                 assert usage.capacity is None or usage.used <= usage.capacity

@@ -10,16 +10,7 @@ from operator import ge
 from unittest import SkipTest
 
 from spec.offloading import StoreContext
-from tiers.store import (
-    Clear,
-    LocalIndex,
-    Measured,
-    Resizable,
-    TierStore,
-    Touch,
-    capability,
-    each,
-)
+from tiers.store import Clear, LocalIndex, Measured, Resizable, TierStore, Touch, capability, each
 from tiers.testing.devices import failing_devices, failing_writes, watched
 from tiers.testing.harness import Memory, StoreUnderTest, make_key
 from tiers.testing.limits import within
