@@ -80,7 +80,7 @@ def judge(group: Group, others: bool | None, is_encrypted: bool) -> tuple[Standi
     if is_encrypted:
         return "can't tell", "encrypted: no namespace has a note"
     if note is None:
-        return "can't tell", "no note: stored by an older kvtiers, or by another program"
+        return "can't tell", "no note: lost, or an older kvtiers or another program stored these"
     if note.lasts:
         return "usable", "by engines of this model and these settings"
     ends = "these blocks end with the engine that stored them"

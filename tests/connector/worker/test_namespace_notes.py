@@ -13,6 +13,8 @@ import pytest
 
 from spec.offloading import EncryptionSpec, StoreContext, StoreSpec
 from tests.support.servers import RedisServer
+from tests.support.topologies import wait_until
+from tiers.connector.worker import namespace_notes
 from tiers.connector.worker.namespace_notes import (
     GENERATIONS,
     NamespaceNotes,
@@ -154,6 +156,29 @@ def test_a_mark_of_a_directory_is_used_by_each_start(tmp_path: Path) -> None:
     os.utime(mark, (1, 1))
     NamespaceNotes(spec, note).keep(bytes(16), lasts=True)
     assert mark.stat().st_mtime > 1, "what was used least recently is evicted"
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_a_note_that_went_is_kept_anew(
+    shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    """A server evicts it first: nobody asks for it. Or it expires before blocks that came later."""
+    spec = redis(shared_server)
+    name = f"{spec.key_prefix}:namespace:{bytes(16).hex()}"
+    notes = NamespaceNotes(spec, describe({}, "org/model", 16, 81920))
+    with shared_server.client() as client:
+        notes.begin(bytes(16), lasts)
+        wait_until(lambda: client.exists(name) == 1)
+        client.delete(name)
+        wait_until(lambda: notes._last is not None and notes._last.done())
+        notes.begin(bytes(16), lasts)
+        wait_until(lambda: notes._last is not None and notes._last.done())
+        assert client.exists(name) == 0, "each put would keep one"
+        monkeypatch.setattr(namespace_notes, "AGAIN_S", 0.0)
+        for _ in range(GENERATIONS + 1):
+            notes.begin(bytes(16), lasts)
+            wait_until(lambda: notes._last is not None and notes._last.done())
+            assert client.exists(name) == 1
 
 
 class WaitingBucket:

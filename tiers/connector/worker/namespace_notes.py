@@ -55,6 +55,11 @@ GENERATIONS = 16
 change by the minute, it would else leave a note each time."""
 
 
+AGAIN_S = 600.0
+"""Seconds after which a note in use is kept anew: a server's expires with its `ttl` or is evicted,
+since nobody asks for it, and a folder's goes with the folder."""
+
+
 class NamespaceNotes:
     """Keeps a note of each namespace that an engine stores under in one tier, and knows which other
     tensor parallel sizes its model has there. Of an encrypted tier nothing is noted: a model's name
@@ -68,19 +73,21 @@ class NamespaceNotes:
         self._note = note
         all_ranks = note.ranks * note.payload_bytes // note.block_tokens
         self._token_bytes = all_ranks if token_bytes is None else token_bytes
-        self._begun: set[bytes] = set()
+        self._begun: dict[bytes, float] = {}
         self._last: Future[None] | None = None
         self._passing: deque[bytes] = deque()
         """Generations that have a note, the oldest first."""
         self._has_looked = False
 
     def begin(self, namespace: bytes, lasts: bool) -> None:
-        """Begin to keep a note of a namespace, unless it was begun before. On a thread of its own:
-        one that hangs, as in a file system does, holds up no put. While another is being kept
-        nothing begins; it does when this is asked again."""
-        if namespace in self._begun or not (self._last is None or self._last.done()):
+        """Begin to keep a note of a namespace, unless it was of late. On a thread of its own: one
+        that hangs, as in a file system does, holds up no put. While another is being kept nothing
+        begins; it does when this is asked again."""
+        now, last = time.monotonic(), self._last
+        is_of_late = now < self._begun.get(namespace, -AGAIN_S) + AGAIN_S
+        if is_of_late or not (last is None or last.done()):
             return
-        self._begun.add(namespace)
+        self._begun[namespace] = now
         with suppress(RuntimeError):  # no thread can be had, or the engine ends
             thread = io_executor(1, "notes")
             self._last = thread.submit(self.keep, namespace, lasts)
@@ -92,7 +99,7 @@ class NamespaceNotes:
             return
         note = replace(self._note, lasts=lasts and self._note.lasts, opened=time.time())
         try:
-            if not lasts:
+            if not lasts and namespace not in self._passing:
                 self._passing.append(namespace)
             self._keep(namespace, note)
             if not self._has_looked and not note.rank:
