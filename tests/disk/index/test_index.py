@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lmdb
 import pytest
@@ -20,7 +22,8 @@ from tests.disk.audit import (
     put,
     slab_path,
 )
-from tiers.errors import TierFull, TierNotOpen, TierUnusable
+from tiers.disk.index.index import translated
+from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -82,6 +85,18 @@ def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
         open_disk(tmp_path)
     with lmdb.open(str(tmp_path / "index.mdb"), subdir=False) as env, env.begin() as txn:
         assert txn.get(b"theirs") == b"precious"
+
+
+@pytest.mark.parametrize(("free", "kind"), [(3, TierFull), (1 << 20, TierUnavailable)])
+def test_a_write_that_a_full_file_system_took_in_part_is_no_error_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[TierError]
+) -> None:
+    """As a commit on a tmpfs of 40 MB said, which others had filled. Else the log has an
+    input/output error, writes are down, and nothing is evicted for a new block."""
+    room = SimpleNamespace(f_bavail=free)
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    with pytest.raises(kind, match="mdb"), translated(tmp_path):
+        raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
 
 
 @pytest.mark.fault

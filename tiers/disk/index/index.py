@@ -56,11 +56,7 @@ UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN})
 """The error numbers of a read from a place that the device has lost, until it is written again."""
 
 _FULL = (lmdb.MapFullError, lmdb.DiskError)
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.InvalidError,
-    lmdb.PageNotFoundError,
-)
+_DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError)
 
 
 class Damaged(TierUnavailable):
@@ -77,7 +73,10 @@ def translated(path: Path) -> Iterator[None]:
     except _DAMAGE as error:
         raise Damaged(f"{path}: the index is damaged: {error}") from error
     except lmdb.Error as error:
-        raise TierUnavailable(f"{path}: {error}") from error
+        # Of a write that the file system took in part LMDB says that the device failed.
+        is_full = str(error).endswith(os.strerror(errno.EIO)) and os.statvfs(path).f_bavail < 256
+        kind, why = (TierFull, "no space for the index: ") if is_full else (TierUnavailable, "")
+        raise kind(f"{path}: {why}{error}") from error
     except OSError as error:
         kind = TierFull if error.errno in NO_SPACE else TierUnavailable
         raise kind(f"{path}: {error.strerror or error}") from error
