@@ -194,10 +194,10 @@ class VisibilityCheck:
                 return
             self._stored = None
         logger.warning(
-            "tier %s: blocks are stored, and none of the %d asked for since was found. The "
-            "scheduler's process and each worker open the store separately: what one puts the "
-            "others must see, in a file, a server or shared memory. Or its capacity is so "
-            "small that all is evicted before it is asked for",
+            "tier %s: blocks are stored, and none of the %d asked for since was found: its "
+            "capacity is so small that all is evicted before it is asked for, or what one process "
+            "puts the others do not see. The scheduler's process and each worker open the store "
+            "separately: keep blocks in a file, a server or shared memory",
             self._tier,
             self._missed,
         )
