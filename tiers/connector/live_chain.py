@@ -29,8 +29,8 @@ def tenant_names(chain: ChainSpec) -> dict[str, str]:
 class LiveChain:
     """The `Rebuilder` of a chain of tiers. Used by the scheduler's thread, but `refusals`.
 
-    `observers` is the scheduler's own list, which changes with the chain: `opens` has those that
-    do, by the chain's key.
+    `observers` is the scheduler's own list. Some of them change with the chain: those that `opens`
+    opens, by the chain's key.
     """
 
     def __init__(

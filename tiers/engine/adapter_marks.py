@@ -55,8 +55,8 @@ def folder_stamp(path: str) -> bytes:
 
 
 def settled_stamp(path: str) -> bytes:
-    """Return the stamp of an adapter's folder that any later change changes; none without one.
-    Waits for a tick of the file system's clock where the files are as new as that."""
+    """Return a stamp of an adapter's folder from which it differs after any later change; none if
+    there can't be one. Waits for a tick of the file system's clock if the files are that new."""
     stamps = _stamps(path)
     newest = max((stamp.ctime_ns for _, stamp in stamps), default=0)
     tick = TICK_SECONDS if newest % 1_000_000_000 else SETTLED_SECONDS
@@ -318,8 +318,8 @@ def _mask_steps(request: Any, whole: bytes) -> list[tuple[int, bytes]]:
     """Return the marks of a prompt that mixes tokens and embeddings, as `MediaMark.steps`, after
     the mark `whole` of its beginning.
 
-    Block hashes contain both, with a token of 0 in the place of each embedding, and nothing of
-    which of them the model is given.
+    Block hashes contain both, with a token of 0 in the place of each embedding. They do not contain
+    which of the two the model is given at a place.
     """
     steps: list[tuple[int, bytes]] = []
     place = 0

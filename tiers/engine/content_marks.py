@@ -57,9 +57,9 @@ class ContentMarks(MediaMarks):
     process only.
 
     The engine's own caches rely on names. Once one name had two contents, they may hold KV of
-    either under it, so nothing of requests with that name is stored from then on. The same while a
-    request runs of whose media the content was not waited for, and afterwards if it is not known
-    then.
+    either under it, so nothing of requests with that name is stored from then on. The same holds
+    for the names of a request whose digests were not waited for: while it runs, and afterwards if
+    they are not known then.
 
     Used by the scheduler's thread.
     """

@@ -2,9 +2,9 @@
 
 One of all processes at a bucket holds the lease and evicts; each process knows when the bucket is
 full. The holder lists the bucket, piece by piece, and never has its list in memory: it counts bytes
-by age, in steps of `GRAIN_SECONDS`. Beyond `HIGH` of the capacity a second listing deletes what is
-older than the age at which `LOW` of it would be left; one more of the largest packs then has room,
-if two of them fit. A pack's age is what the listing says. In a directory a host that reads it
+by age, in steps of `GRAIN_SECONDS`. Where more than `HIGH` of the capacity is used, a second
+listing deletes the oldest packs: then `LOW` of it is used, and one more of the largest packs has
+room, if two of them fit. A pack's age is what the listing says. In a directory a host that reads it
 renews its file's time once in `USE_SECONDS`, so the order is that of the last uses as far as hosts'
 clocks agree (NFS: the server's clock alone); in an object store it is that of the stores. Nothing
 else depends on it.
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pause(NamedTuple):
-    """What follows a count: so many seconds, and so many times what it took, at least."""
+    """The pause after a count: at least `seconds`, and at least `times` what the count took."""
 
     seconds: float
     times: float
@@ -58,9 +58,9 @@ class Pause(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How often there is upkeep. `beat`: seconds between two of its lease. `usual`: after a count;
-    `full`: at least, where a put of the holder's own process found no room, or half of what is free
-    would not last as long as `usual`. `deletes`: packs that are deleted in one call."""
+    """How often there is upkeep. `beat`: seconds between two beats of its lease. `usual`: the pause
+    after a count; `full`: the least pause, for where a put of the holder's own process found no
+    room, or half of what is free fills sooner. `deletes`: packs that are deleted in one call."""
 
     beat: float
     usual: Pause
@@ -86,7 +86,7 @@ class Evictor:
         self._counted_at: float | None = None
         """When this process has counted last, of those times that it held the lease."""
         self._lasts = math.inf
-        """Seconds for which half of what is free lasts, as it filled before the last count."""
+        """Seconds in which half of what is free fills, if as fast as before the last count."""
         self._refused = self._refused_now = self._barred = ""
         """What this process's user may not list or delete, of the last round and of this one; and
         what it may not do with the lease."""

@@ -1,7 +1,7 @@
 """A lease: of all processes on a place one does its upkeep, without locks and common clocks.
 
-Who holds it has the newest *term*, a small file or object, `upkeep/term-N`, whose note says who
-that is and what it has counted.
+Its holder has the newest *term*, a small file or object, `upkeep/term-N`. The note in it names the
+holder, and what it has counted.
 
 - **Taken** by making the next term, which one process alone can do (`Terms.take`).
 - **Kept** by writing into it: the number of beats rises.
@@ -99,7 +99,7 @@ class Lease:
             self._term = 0
 
     def last_count(self) -> Count:
-        """What the holder has counted, for who does no upkeep. Raises TierError, OSError."""
+        """What the holder has counted, for a process without upkeep. Raises TierError, OSError."""
         self._is_free(self._terms.newest())
         return self.count
 

@@ -24,7 +24,8 @@ LEAST_WAIT = 0.001
 
 
 _CERTIFICATE = re.compile(r"certificate|_ssl\.c")
-"""In our words for one that is not taken; of ours a server may say so, or just hang up."""
+"""Is in errors about a server's certificate. A server that refuses ours may say so, or just hang
+up."""
 
 
 class ConnectionSettings(NamedTuple):

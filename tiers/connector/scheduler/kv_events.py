@@ -44,7 +44,8 @@ class KVEvents:
         self._events: list[BlockEvent] = []
 
     def keep_in(self, inventory: Inventory | None) -> None:
-        """Keep announcements there from now on, and make those due there; close the one before."""
+        """Keep announcements in this inventory from now on, and make those that are due in it.
+        Closes the inventory before."""
         if self._inventory is not None:
             self._inventory.close()
         self._inventory = inventory

@@ -556,7 +556,7 @@ class OffloadingWorker(WorkerConnector):
 
 
 def _fence(stores: Iterable[_Store]) -> None:
-    """Wait for gathers; whoever reads the bytes of one that failed learns of it."""
+    """Wait for gathers. That one has failed shows when its bytes are read."""
     for gather in (store.gather for store in stores if store.gather is not None):
         try:
             gather.wait()

@@ -105,7 +105,7 @@ def expected(report: Report) -> Sequence[str]:
 # -- YAML ----------------------------------------------------------------------------------------
 
 Reasons = Mapping[tuple[str, str | None], Sequence[str]]
-"""By what is chosen, and for which tier: the results of the other choices."""
+"""The results of the choices that were not taken, by the setting and its tier."""
 
 
 def chain_yaml(chosen: Evaluated, budget: Budget, why: Reasons, head: Sequence[str]) -> str:

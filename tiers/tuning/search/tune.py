@@ -231,8 +231,8 @@ def _equals(one: Evaluated, best: Evaluated, trials: Trials, grows: bool) -> boo
 
 
 def with_room_to_grow(chosen: Evaluated, trials: Trials) -> Evaluated:
-    """The chosen chain with tiers as large as limits and constraints allow, where these requests
-    fill less of them than later ones will, so that no size beyond can be judged by them."""
+    """The chosen chain with tiers as large as limits and constraints allow, where later requests
+    will fill more of them than these do: by these, larger sizes can't be judged."""
     space = trials.space
     for tier, use in zip(chosen.chain.tiers, chosen.report.tiers, strict=True):
         if use.held_bytes is not None or tier.capacity == space.sizes[tier.type][0]:

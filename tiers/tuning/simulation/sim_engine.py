@@ -250,8 +250,8 @@ class SimEngine:
         self._order = count()
         self._going_on: deque[Prompt] = deque()
         self._back: list[tuple[bool, int, Prompt]] = []
-        """Those that have waited for a load, their own or another's, or for room: those that have
-        their blocks first, as in vLLM, then by their place in line."""
+        """Those that have waited, for room or for a load. Those that have their blocks come first,
+        as in vLLM, then they go by their place in line."""
         self._answering: dict[Prompt, None] = {}
         self._idle = machine.gpus
         self._gpus = IdleGpus()
