@@ -10,7 +10,7 @@ method may do I/O, wait, or take longer for more blocks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, GetJsonSchemaHandler
@@ -95,16 +95,14 @@ class _OneOf:
         return {**handler(core_schema), "enum": list(installed(self._group))}
 
 
-def _known_eviction(name: str) -> str:
-    eviction_policy(name)
-    return name
+def _found_by(find: Callable[[str], object]) -> AfterValidator:
+    def check(name: str) -> str:
+        find(name)
+        return name
+
+    return AfterValidator(check)
 
 
-def _known_admission(name: str) -> str:
-    admission_policy(name)
-    return name
-
-
-EvictionName = Annotated[str, AfterValidator(_known_eviction), _OneOf(EVICTION)]
-AdmissionName = Annotated[str, AfterValidator(_known_admission), _OneOf(ADMISSION)]
+EvictionName = Annotated[str, _found_by(eviction_policy), _OneOf(EVICTION)]
+AdmissionName = Annotated[str, _found_by(admission_policy), _OneOf(ADMISSION)]
 """Names of installed policies."""

@@ -122,7 +122,6 @@ class Journal:
         return before
 
     def close(self) -> None:
-        """Call it once: nothing may be added afterwards."""
         self.rotate()
         release(self._lock)
 
