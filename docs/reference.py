@@ -39,8 +39,8 @@ file, line, key and remedy. `kvtiers schema` prints its JSON Schema, for an edit
 
 - Write sizes like `8GiB` or `500MB`, durations like `250ms`, `30s` or `1d`, rates like `200MB/s` or
   `2TB/day`. A number alone is bytes, and below a mebibyte it is refused: `8` is no capacity.
-- `~` in a folder stands for the home folder, as `validate` shows it; `$NAME` is refused, since
-  nobody replaces it.
+- Write folders whole: a relative one is below where the engine or the command was started. `~` is
+  the home folder, as `validate` shows it; `$NAME` is refused, since nobody replaces it.
 - Sizes and rates hold for all ranks of an engine together.
 - Unknown keys are refused.
 - [spec/examples](../spec/examples) has chains for eight situations, each with its reasons.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from spec import plugins
@@ -20,6 +22,7 @@ from tests.support.plugin_packages import Install, write_package
 from tests.support.replay_chains import SLOT, asked_twice
 from tests.test_readme import blocks
 from tiers.lab.replay.replay_trace import replay
+from tiers.testing import Memory, make_key
 from tiers.traces.trace import TraceRequest
 from tiers.trial import find_lie
 from tiers.tuning.machine import Machine, TierProfile
@@ -93,6 +96,23 @@ def test_the_medium_shows_that_the_store_does_not_verify(tmp_path: Path) -> None
     store = made["FolderStore"](tmp_path, 4096)
     lie = find_lie(store, made["FolderMedium"](store), 4096)
     assert lie == "a bit flipped at its start"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk would fill further, with files that nobody finds or evicts."""
+    made: dict[str, Any] = {}
+    exec(MODULE, made)
+    store = made["FolderStore"](tmp_path, 4096)
+
+    def write_some(file: Path, data: memoryview) -> None:
+        with file.open("wb") as opened:
+            opened.write(data[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_some)
+    with pytest.raises(OSError, match="space"):
+        store.put(Memory([make_key()], 4096).fill().blocks)
     assert list(tmp_path.iterdir()) == []
 
 
