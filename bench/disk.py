@@ -28,6 +28,7 @@ from bench.disk_peers import VllmFiles
 from bench.main import Scale
 from bench.report import Case, Measure
 from bench.squeezed import BATCHES, Squeezed
+from tiers.block import digest
 from tiers.disk.slab import Io, slot_bytes, supports_direct
 from tiers.disk.spec import DiskSpec
 
@@ -206,21 +207,27 @@ def _direct(bench: Bench) -> Iterator[Case]:
 
 
 def _beside_an_engine(bench: Bench, io: Io, launches: int) -> Iterator[Case]:
-    """Small operations, as an engine's thread launches in an eager step, beside stores: whoever has
-    the interpreter's lock, or a processor, keeps that thread waiting."""
-    tiers = {"": bench.tier(io), " by another process": bench.tier(io, apart=True)}
+    """Small operations, as an engine's thread launches in an eager step, beside stores, and beside
+    the checksums that gathered blocks get first: whoever has the interpreter's lock, or a
+    processor, keeps that thread waiting."""
+    work: dict[str, Callable[[], object]] = {
+        f"stores, {io},": bench.tier(io).store,
+        f"stores by another process, {io},": bench.tier(io, apart=True).store,
+    }
+    if io == IOS[0]:
+        work["checksums"] = lambda: [digest(payload) for payload in bench.payloads]
     small = torch.zeros(8)
 
-    def takes(store: Callable[[], object] | None) -> float:
+    def takes(work: Callable[[], object] | None) -> float:
         """Milliseconds."""
         is_over = threading.Event()
 
         def go_on() -> None:
-            while store is not None and not is_over.is_set():
-                store()
+            while work is not None and not is_over.is_set():
+                work()
 
         with ThreadPoolExecutor(1) as pool:
-            stores = pool.submit(go_on)
+            beside = pool.submit(go_on)
             try:
                 began = time.perf_counter()
                 for _ in range(launches):
@@ -228,15 +235,14 @@ def _beside_an_engine(bench: Bench, io: Io, launches: int) -> Iterator[Case]:
                 return 1e3 * (time.perf_counter() - began)
             finally:
                 is_over.set()
-                stores.result()
+                beside.result()
 
-    for how, tier in tiers.items():
+    for name, one in work.items():
         yield Case(
             "disk",
-            f"an engine's launches, {launches:,}, beside stores{how}, {io}, of "
-            f"{bench.payload_bytes:,} B",
+            f"an engine's launches, {launches:,}, beside {name} of {bench.payload_bytes:,} B",
             "ms",
-            partial(takes, tier.store),
+            partial(takes, one),
             limit=partial(takes, None),
             target=0.8,
         )
