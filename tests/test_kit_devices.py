@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.testing.devices import failing_devices
+from tiers.testing.devices import failing_devices, failing_writes
 from tiers.testing.limits import Endless, within
 
 
@@ -23,6 +23,19 @@ def test_an_event_loop_is_woken_while_devices_fail() -> None:
     thread.join()
     loop.close()
     assert done
+
+
+def test_writes_fail_whoever_makes_them(tmp_path: Path) -> None:
+    """A store whose put hid such an error, of a file object, passed the kit."""
+    file = tmp_path / "file"
+    with failing_writes():
+        with pytest.raises(OSError):
+            file.write_bytes(b"lost")
+        with pytest.raises(OSError), file.open("r+b") as opened:
+            os.write(opened.fileno(), b"lost")
+        assert file.read_bytes() == b""
+    file.write_bytes(b"kept")
+    assert file.read_bytes() == b"kept"
 
 
 def test_devices_work_again_after_a_hang(tmp_path: Path) -> None:

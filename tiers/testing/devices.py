@@ -82,22 +82,22 @@ def failing_devices() -> Iterator[None]:
         if name != "sleep":
             raise OSError(errno.ENOBUFS, "no I/O, says the kit")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with watched(fail) as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    with failing_writes(), watched(fail):
         yield
 
 
 @contextmanager
 def failing_writes() -> Iterator[None]:
-    """Meanwhile files can be opened, made, read and named, and nothing is written into them."""
+    """Meanwhile files can be opened, made, read and named, and nobody writes into them."""
 
     def fail(name: str) -> None:
         if name in ("write", "writev", "pwrite", "pwritev"):
             raise OSError(errno.EIO, "no write, says the kit")
 
-    with watched(fail):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with watched(fail) as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
         yield
 
 
