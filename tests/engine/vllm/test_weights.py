@@ -99,7 +99,7 @@ def test_a_change_is_seen(
     """In one look, or in one of those that share a model of many parameters."""
     from tiers.engine import model_weights
 
-    monkeypatch.setattr(model_weights, "AT_ONCE", at_once)
+    monkeypatch.setattr(model_weights, "LOOK_PARAMETERS", at_once)
     same = watched(worker)
     assert same() and same()
     CHANGES[how](worker)
