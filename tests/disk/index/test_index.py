@@ -97,6 +97,9 @@ def test_a_write_that_a_full_file_system_took_in_part_is_no_error_of_the_device(
     monkeypatch.setattr(os, "statvfs", lambda path: room)
     with pytest.raises(kind, match="mdb"), translated(tmp_path):
         raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
+    monkeypatch.undo()
+    with pytest.raises(TierUnavailable, match="mdb"), translated(tmp_path / "gone"):
+        raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
 
 
 @pytest.mark.fault

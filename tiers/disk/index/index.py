@@ -27,7 +27,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -49,7 +49,7 @@ from tiers.disk.index.edit import (
     parse_times,
 )
 from tiers.disk.slab import NO_SPACE
-from tiers.errors import TierFull, TierUnavailable, TierUnusable
+from tiers.errors import TierError, TierFull, TierUnavailable, TierUnusable
 from tiers.store import Usage
 
 UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN})
@@ -73,9 +73,12 @@ def translated(path: Path) -> Iterator[None]:
     except _DAMAGE as error:
         raise Damaged(f"{path}: the index is damaged: {error}") from error
     except lmdb.Error as error:
+        kind: type[TierError] = TierUnavailable
+        why = ""
         # Of a write that the file system took in part LMDB says that the device failed.
-        is_full = str(error).endswith(os.strerror(errno.EIO)) and os.statvfs(path).f_bavail < 256
-        kind, why = (TierFull, "no space for the index: ") if is_full else (TierUnavailable, "")
+        with suppress(OSError):  # its folder may be gone
+            if str(error).endswith(os.strerror(errno.EIO)) and os.statvfs(path).f_bavail < 256:
+                kind, why = TierFull, "no space for the index: "
         raise kind(f"{path}: {why}{error}") from error
     except OSError as error:
         kind = TierFull if error.errno in NO_SPACE else TierUnavailable
