@@ -266,7 +266,9 @@ def test_accounts_of_another_version_are_named(
         await pilot.press("r")
         await shows(pilot, "another version")
         if explain == BAD_ACCOUNTS:
-            await shows(pilot, "an answer of another version", times=2 * len(BAD_ACCOUNTS))
+            count = 2 * len(BAD_ACCOUNTS)
+            lines = await shows(pilot, "an answer of another version", times=count)
+            assert "\n".join(lines).count("an answer of another version") == count
             # A key that comes just when the rows are drawn anew is of none of them.
             until = time.monotonic() + 60
             while "│ an answer" not in whole(screen(pilot)) and time.monotonic() < until:

@@ -90,6 +90,13 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             assert self.hits(store, [key, make_key(), key]) == [True, False, True]
             assert listed(store.has([key, key])) == [True, True]
 
+    def test_putting_a_key_again_is_harmless(self) -> None:
+        keys = [make_key() for _ in range(4)]
+        with self.opened() as store:
+            self.put(store, keys)
+            self.put(store, keys)
+            assert self.hits(store, keys) == [True] * 4
+
     def test_other_bytes_under_a_key_never_mix(self) -> None:
         key = make_key()
         with self.opened() as store:
