@@ -215,19 +215,19 @@ def _beside_an_engine(bench: Bench, io: Io, launches: int) -> Iterator[Case]:
         f"stores by another process, {io},": bench.tier(io, apart=True).store,
     }
     if io == IOS[0]:
-        work["checksums"] = lambda: [digest(payload) for payload in bench.payloads]
+        work["checksums"] = lambda: [*map(digest, bench.payloads)]
     small = torch.zeros(8)
 
-    def takes(work: Callable[[], object] | None) -> float:
+    def takes(beside: Callable[[], object] | None) -> float:
         """Milliseconds."""
         is_over = threading.Event()
 
         def go_on() -> None:
-            while work is not None and not is_over.is_set():
-                work()
+            while beside is not None and not is_over.is_set():
+                beside()
 
         with ThreadPoolExecutor(1) as pool:
-            beside = pool.submit(go_on)
+            going = pool.submit(go_on)
             try:
                 began = time.perf_counter()
                 for _ in range(launches):
@@ -235,7 +235,7 @@ def _beside_an_engine(bench: Bench, io: Io, launches: int) -> Iterator[Case]:
                 return 1e3 * (time.perf_counter() - began)
             finally:
                 is_over.set()
-                beside.result()
+                going.result()
 
     for name, one in work.items():
         yield Case(

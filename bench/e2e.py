@@ -73,9 +73,8 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
         chain = _chain(scale, _CPU, _disk(scale))
         with closing(_engine(scale, chain, caching=False, **SWAPPED)) as engine:
             yield from _through(engine, smoke=False)
-        room: dict[str, Any] = {"num_gpu_blocks_override": 1100, "max_num_seqs": 256}
-        room |= {"soon": True, **SWAPPED}
-        with closing(_engine(scale, chain, caching=False, tiny=True, **room)) as engine:
+        more = {**SWAPPED, "num_gpu_blocks_override": 1100, "max_num_seqs": 256}
+        with closing(_engine(scale, chain, False, tiny=True, soon=True, **more)) as engine:
             yield from _hooks(engine, requests=256, blocks=64)
 
 

@@ -228,6 +228,17 @@ def test_each_side_and_the_server_are_killed_and_started_and_no_other_request_fa
     wait_until_nothing_is_kept(pair)
 
 
+def stored(node: Node) -> float:
+    return float(node.measured()["tiers"]["ours/redis"].get("stored_blocks", 0))
+
+
+def wait_until_tiers_join(pair: Apart, prompts: Iterator[list[int]]) -> None:
+    """They do once the weights are identified."""
+    for node in pair.nodes:
+        while not stored(node):
+            node.ask(next(prompts), 1, {})
+
+
 def test_behind_kv_of_other_weights_nothing_is_stored(
     start: Start, shared_server: RedisServer, tmp_path: Path
 ) -> None:
@@ -242,12 +253,7 @@ def test_behind_kv_of_other_weights_nothing_is_stored(
     pair = start((26, 26), config, config, change=change)
     prompts = (documents(1, SAID, seed)[0] for seed in count())
 
-    def stored(node: Node) -> float:
-        return float(node.measured()["tiers"]["ours/redis"].get("stored_blocks", 0))
-
-    for node in pair.nodes:  # both tiers join once the weights are identified
-        while not stored(node):
-            node.ask(next(prompts), 1, {})
+    wait_until_tiers_join(pair, prompts)
     before = stored(pair.decode)
     prompt = next(prompts)
     first = pair.prefill.ask(prompt, 1, TO_PREFILL)
@@ -266,9 +272,6 @@ def test_behind_kv_of_another_adapter_of_the_same_name_nothing_is_stored(
     pair = start((26, 26), config, config, **lora)
     prompts = (documents(1, SAID, seed)[0] for seed in count())
 
-    def stored(node: Node) -> float:
-        return float(node.measured()["tiers"]["ours/redis"].get("stored_blocks", 0))
-
     def stores_behind(folder: Path, meanwhile: Callable[[], object] = int) -> bool:
         """Whether the decode node does, of an adapter that the prefill node has identified."""
         before = stored(pair.prefill)
@@ -285,9 +288,7 @@ def test_behind_kv_of_another_adapter_of_the_same_name_nothing_is_stored(
         pair.decode.ask(prompt, ANSWER, first["params"], folder)
         return stored(pair.decode) > before
 
-    for node in pair.nodes:  # both tiers join once the weights are identified
-        while not stored(node):
-            node.ask(next(prompts), 1, {})
+    wait_until_tiers_join(pair, prompts)
     same, changed = (write_adapter(tmp_path / name, LLAMA, seed=1) for name in ("a", "b"))
 
     def change() -> None:

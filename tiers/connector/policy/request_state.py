@@ -198,7 +198,7 @@ class RequestTable:
             self._judge()
 
     def _judge(self) -> None:
-        """More is known of the weights that requests are computed with."""
+        """Judge requests anew: more is known of the weights that they are computed with."""
         for request_state in self._states.values():
             if request_state.may_store:
                 request_state.may_store = self._is_of_these_weights(request_state.request)
