@@ -36,6 +36,7 @@ def validate(
     from spec.chain import shown_chain
     from spec.load import load_chain
     from spec.plugins import stdout_to_stderr
+    from tiers.tuning.report import aligned
 
     try:
         chain = load_chain(file)
@@ -53,8 +54,10 @@ def validate(
     if as_json:
         typer.echo(json.dumps({"chain": whole}, indent=1))
         return
-    print_table = _print_rich if sys.stdout is not None and sys.stdout.isatty() else _print_plain
-    print_table(rows)
+    if sys.stdout is not None and sys.stdout.isatty():
+        _print_rich(rows)
+    else:
+        typer.echo("\n".join(aligned([COLUMNS, *rows])))
     typer.echo(_chain_settings(chain))
 
 
@@ -85,12 +88,6 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _print_plain(rows: Sequence[Sequence[str]]) -> None:
-    from tiers.tuning.report import aligned
-
-    typer.echo("\n".join(aligned([COLUMNS, *rows])))
 
 
 def _print_rich(rows: Sequence[Sequence[str]]) -> None:

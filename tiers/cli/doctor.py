@@ -49,6 +49,8 @@ def doctor(
     kvtiers doctor chain.yaml
     kvtiers doctor chain.yaml --model /models/llama --engine-args "--tensor-parallel-size 2"
     """
+    from dataclasses import asdict
+
     from tiers.doctor.examine import Engine, examine
 
     if engine_args and model is None:
@@ -67,7 +69,8 @@ def doctor(
     file = chain_file if chain_file is not None and chain_file.is_file() else None
     found = examine(chain, file, os.environ, engine)
     if as_json:
-        typer.echo(json.dumps({"findings": [_as_json(each) for each in found]}, indent=1))
+        findings = [{"about": each.about, **asdict(each.finding)} for each in found]
+        typer.echo(json.dumps({"findings": findings}, indent=1))
     else:
         _print(found, typer.echo)
     raise typer.Exit(int(any(each.finding.gravity == "error" for each in found)))
@@ -95,12 +98,6 @@ def _load_in_time(file: Path) -> ChainSpec:
     if not made:
         raise refused(f"{file}: it, or a file that it names, was not read in {LOAD_SECONDS:g} s")
     return made[0]
-
-
-def _as_json(each: Found) -> dict[str, str]:
-    from dataclasses import asdict
-
-    return {"about": each.about, **asdict(each.finding)}
 
 
 def _print(found: Sequence[Found], echo: Callable[[str], object]) -> None:

@@ -164,12 +164,6 @@ def _so_far(trials: Trials, asked: TuneOptions, seconds: float) -> str:
     return f"{len(trials)} of {asked.limit} chains at most{ttft}, {left / 60:.1f} min left at most"
 
 
-def _as_far_as(found: Tuned) -> str:
-    from tiers.tuning.search.tune_report import too_little
-
-    return ", as far as so little traffic tells" if too_little(found) else ""
-
-
 def _print_result(
     found: Tuned,
     traces: Sequence[str],
@@ -178,13 +172,14 @@ def _print_result(
     json_file: Path | None,
 ) -> None:
     from tiers.tuning.files import write_whole
-    from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, unsearched
+    from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, too_little, unsearched
 
     trace, judged_on = traces[0], traces[1] if len(traces) > 1 else None
     chain = as_yaml(found, trace, present, judged_on)
     typer.echo(as_text(found, judged_on))
     if chain is None:
-        typer.echo(f"\nNo tier pays{_as_far_as(found)}: there is no chain to write.")
+        how_far = ", as far as so little traffic tells" if too_little(found) else ""
+        typer.echo(f"\nNo tier pays{how_far}: there is no chain to write.")
     elif out is None:
         typer.echo(f"\n{chain}", nl=False)
     else:

@@ -41,8 +41,9 @@ class _Tier:
                 continue
             claim = self.pool.claim(keys[place])
             assert claim is not None
-            held = [self.tier.find(key) for key in keys[:place]]
-            self.tier.admit(keys[place], claim.slot, next(filter(_is_slot, reversed(held)), None))
+            before = [self.tier.find(key) for key in keys[:place]]
+            held = next((slot for slot in reversed(before) if slot is not None), None)
+            self.tier.admit(keys[place], claim.slot, held)
             self.pool.release(claim.slot)
 
     def holds(self, *numbers: int) -> list[int]:
@@ -251,10 +252,6 @@ class AdmissionContract:
         finally:
             tracemalloc.stop()
         assert after < 2 * before + 4096, f"{before} bytes for {many} keys, {after} for three times"
-
-
-def _is_slot(slot: int | None) -> bool:
-    return slot is not None
 
 
 def _key(number: int) -> bytes:

@@ -345,7 +345,7 @@ class SimEngine:
                 tier.drain(now)
         if len(batch) > 1:
             # As engines report them: new prompts, then those that go on, then those that answer.
-            batch = sorted(batch, key=_has_run)
+            batch = sorted(batch, key=lambda pair: pair[0].offered > 0)
         for prompt, done in batch:
             first, last = prompt.offered, done // size
             if last > prompt.blocks:
@@ -455,7 +455,3 @@ class SimEngine:
         prompt.done = min(prompt.done, prompt.tokens - 1)
         for one in (prompt, *self._loads.end(prompt)):
             self._put_back(one)
-
-
-def _has_run(pair: tuple[Prompt, int]) -> bool:
-    return pair[0].offered > 0
