@@ -18,7 +18,7 @@ from tiers.disk import device
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, file_system, require_suitable
 from tiers.disk.folder.owner import scan_owners
-from tiers.disk.index.index import Index, translated
+from tiers.disk.index.index import LEAST_AHEAD, Index, translated
 from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
 from tiers.disk.slab import Access, choose_direct
 from tiers.errors import TierError, TierNotOpen
@@ -49,7 +49,7 @@ def examine(path: Path, capacity: int, access: Access) -> Iterator[DoctorFinding
             yield from _try_out(path, beside, capacity, access)
     except TierError as error:
         yield DoctorFinding.of_line("error", str(error), "nothing that is stored")
-    yield from _room(beside, usage, capacity)
+    yield from _room(beside, usage, capacity, 0 if folder.index.exists() else LEAST_AHEAD)
     yield from _kind(path, kind)
     yield from device.findings(beside)
 
@@ -130,11 +130,11 @@ def _held(
     return usage
 
 
-def _room(place: Path, usage: Usage, capacity: int) -> Iterator[DoctorFinding]:
+def _room(place: Path, usage: Usage, capacity: int, ahead: int) -> Iterator[DoctorFinding]:
+    """`ahead`: bytes that an engine will have allocated to the index."""
     found = os.statvfs(place)
-    free = found.f_bavail * found.f_frsize
-    room = usage.used + free - INDEX_MARGIN
-    if room <= 0:
+    free = found.f_bavail * found.f_frsize - ahead
+    if usage.used + free <= INDEX_MARGIN:
         yield DoctorFinding("error", "its file system is full", "make room", "what is removed")
     elif short := shortage(Usage(usage.blocks, usage.used, capacity), capacity, free):
         yield DoctorFinding.of_line("warning", short, "fewer hits; the tier is degraded until then")

@@ -95,12 +95,19 @@ def sync_folder(folder: Path) -> None:
 
 def punch(handle: int, offset: int, length: int) -> None:
     """Give back the disk space of a range, which reads as zeros from now on. Raises OSError."""
-    try:
-        fallocate = _libc.fallocate
-    except AttributeError as error:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+    _fallocate(handle, _PUNCH_HOLE, offset, length)
+
+
+def allocate_behind(handle: int, least: int, most: int) -> None:
+    """Allocate disk space behind the end of a file, as much as it is long, within these bytes. It
+    stays as long as it is. Raises OSError."""
+    length = os.fstat(handle).st_size
+    _fallocate(handle, 0, length, min(max(least, length), most))
+
+
+def _fallocate(handle: int, mode: int, offset: int, length: int) -> None:
     where = ctypes.c_int64(offset), ctypes.c_int64(length)
-    while fallocate(handle, _PUNCH_HOLE | _KEEP_SIZE, *where) != 0:
+    while _libc.fallocate(handle, mode | _KEEP_SIZE, *where) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))

@@ -30,7 +30,7 @@ class DiskSpec(StoreSpec):
     type: Literal["disk"] = "disk"
     capacity: ByteSize = Field(
         description="Disk space for blocks, over all processes that share the path. The index "
-        "takes well under 1 KiB a block more."
+        "takes 2 MiB and well under 1 KiB a block more."
     )
     path: FolderPath = Field(
         examples=["/var/lib/kvtiers"], description="The tier's own folder; made if it is missing."

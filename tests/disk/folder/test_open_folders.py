@@ -133,6 +133,7 @@ for where in (path, path / "below"):
 @pytest.mark.fault
 def test_a_full_file_system(tmp_path: Path) -> None:
     body = """
+from contextlib import suppress
 store = open_disk(path / "tier", slots=1000)
 for n in range(400):
     assert put(store, keys(n)) == [True], n
@@ -140,7 +141,8 @@ held = store.usage().blocks
 assert 10 < held < 300, held
 assert get(store, keys(399, 0)) == [True, False]
 audit(store)
-(path / "other").write_bytes(bytes(7 << 20))  # somebody else takes what was left for the index
+with suppress(OSError):  # somebody else takes all that was left
+    (path / "other").write_bytes(bytes(7 << 20))
 for n in range(400, 500):
     assert put(store, keys(n)) == [True], n
 stored = 0

@@ -58,7 +58,7 @@ class OpenFolder:
         self.pid = os.getpid()
         self.threads = io_executor(THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
-        of_index = (self._reopen, self._write_uses, index.clear_readers)
+        of_index = (self._reopen, self._write_uses, index.keep_pages)
         of_slots = (self._shrink, self._sweep, self._give_back)
         keeping = Keeping(folder, owner.file, self._lose)
         rest = (self.fingerprints.follow, self._look_at_room)

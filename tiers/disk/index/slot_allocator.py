@@ -66,8 +66,9 @@ class PendingUses:
         return len(self._uses)
 
 
-INDEX_MARGIN = 8 << 20
-"""Bytes of the file system left free: on a full disk even an eviction could not be committed."""
+INDEX_MARGIN = 6 << 20
+"""Bytes of the file system left free for the index, beside what is allocated to it: where it can't
+grow, even an eviction could not be committed."""
 
 EVICT_BATCH = 128
 """Blocks evicted or freed by one step: 4 ms."""
