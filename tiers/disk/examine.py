@@ -133,10 +133,12 @@ def _held(
 def _room(place: Path, usage: Usage, capacity: int, ahead: int) -> Iterator[DoctorFinding]:
     """`ahead`: bytes that an engine will have allocated to the index."""
     found = os.statvfs(place)
-    free = found.f_bavail * found.f_frsize - ahead
-    if usage.used + free <= INDEX_MARGIN:
-        yield DoctorFinding("error", "its file system is full", "make room", "what is removed")
-    elif short := shortage(Usage(usage.blocks, usage.used, capacity), capacity, free):
+    free = found.f_bavail * found.f_frsize
+    if usage.used + free <= (index := INDEX_MARGIN + ahead):
+        left = f"its file system has {format_size(free)} left, and the index needs "
+        change = "make room, or name a folder on another file system"
+        yield DoctorFinding("error", left + format_size(index), change, "what is removed")
+    elif short := shortage(Usage(usage.blocks, usage.used, capacity), capacity, free - ahead):
         yield DoctorFinding.of_line("warning", short, "fewer hits; the tier is degraded until then")
     else:
         yield DoctorFinding("fine", f"{format_size(free)} are free for {format_size(capacity)}")
