@@ -245,7 +245,8 @@ def checked(parse: Callable[[object], Value], value: object, shown: str) -> Valu
     raise ValidationError.from_exception_data("value", [details])
 
 
-_USERINFO = re.compile(r"(.*?://)?(?:([^:/?#@\s]*):)?.*@", re.S)
+# Without a colon it may be a password that its writer took for the user's place.
+_USERINFO = re.compile(r"(.*?://)?([^:/?#@\s]*:)?.*@", re.S)
 _LOST_AT = re.compile(r"(://[^:/?#\s\[]*:)(?!\d{0,5}(?:[/?#]|$))[^/?#\s]*")
 _QUERY_SECRET = re.compile(r"([?&][^=&\s]*(?:pass|auth|secret|token)[^=&\s]*=)[^&\s]*", re.I)
 _PATH = re.compile(r"/(?!/)(?!.*://)", re.S)
@@ -258,10 +259,5 @@ def mask_secrets(text: str) -> str:
         # Where a port should be there may be a password whose @ was forgotten.
         text = _LOST_AT.sub(r"\1***", text)
     elif not _PATH.match(text):
-        text = _USERINFO.sub(lambda found: f"{found[1] or ''}{_user(found[2])}***@", text, count=1)
+        text = _USERINFO.sub(r"\1\2***@", text, count=1)
     return _QUERY_SECRET.sub(r"\1***", text)
-
-
-def _user(name: str | None) -> str:
-    # Without a colon it may be a password that its writer took for the user's place.
-    return "" if name is None else f"{name}:"

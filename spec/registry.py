@@ -5,6 +5,7 @@ Each is an entry point of the group `kvtiers.tiers` in an installed package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import TypeVar
@@ -91,7 +92,7 @@ def package_of(spec: OffloadingSpec) -> str | None:
     top = type(spec).__module__.partition(".")[0]
     if f"{top}." == OURS:
         return None
-    entries = [entry for entry in entries_of() if _top(entry) == top]
+    entries = [entry for entry in entries_of() if re.split("[.:]", entry.value)[0] == top]
     entries.sort(key=lambda entry: entry.name != spec.type)
     return owner(entries[0]) if entries else top
 
@@ -99,7 +100,3 @@ def package_of(spec: OffloadingSpec) -> str | None:
 def opens_ours(spec: StoreSpec) -> bool:
     """Whether the tier's store is made by code of ours."""
     return type(spec).open.__module__.startswith(OURS)
-
-
-def _top(entry: EntryPoint) -> str:
-    return entry.value.partition(":")[0].partition(".")[0]
