@@ -70,11 +70,13 @@ class StoreWatch:
 
     def _run(self) -> None:
         widen_affinity()
-        pause = 0.0
+        pause = took = 0.0
         while not self._stop.wait(pause):
-            began = time.monotonic()
+            before, began = took, time.monotonic()
             self._look()
-            pause = max(LOOK_SECONDS, (time.monotonic() - began) / LOOK_SHARE)
+            # Both: one may have waited for the interpreter alone, as while an engine starts.
+            took = time.monotonic() - began
+            pause = max(LOOK_SECONDS, min(before, took) / LOOK_SHARE)
 
     def _look(self) -> None:
         self._hear()
