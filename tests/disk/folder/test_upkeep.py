@@ -27,6 +27,7 @@ from tests.disk.audit import (
     refused,
     settled,
 )
+from tests.support.clock import wait_for
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import upkeep
 from tiers.disk.index import slot_allocator
@@ -101,6 +102,20 @@ def test_a_folder_above_which_a_file_came_is_gone(
             while time.monotonic() < end:
                 get(store, keys(0))
                 time.sleep(SHORT_S)
+
+
+@pytest.mark.fault
+@pytest.mark.usefixtures("often")
+def test_an_open_folder_that_others_may_write_to_is_told(tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    with opened(tier) as store:
+        assert store.warning() == ""
+        tier.chmod(0o777)
+        wait_for(lambda: "mode 0777, so others can write to it; chmod" in store.warning())
+        tier.chmod(0o700)
+        wait_for(lambda: not store.warning())
+        (tier / "lock").chmod(0o666)
+        wait_for(lambda: "lock has mode 0666, so others can use it" in store.warning())
 
 
 @pytest.mark.usefixtures("often")

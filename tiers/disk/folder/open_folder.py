@@ -26,7 +26,7 @@ from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Damaged, Index, translated
 from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses, Space
 from tiers.disk.slab import Access, Slabs, sync_folder
-from tiers.errors import TierError, TierNotOpen, TierUnavailable
+from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
 _PUNCH_BATCH = 512
 NO_ENTRIES: Mapping[bytes, Entry] = {}
@@ -61,7 +61,7 @@ class OpenFolder:
         of_index = (self._reopen, self._write_uses, index.keep_pages)
         of_slots = (self._shrink, self._sweep, self._give_back)
         keeping = Keeping(folder, owner.file, self._lose)
-        rest = (self.fingerprints.follow, self._look_at_room)
+        rest = (self.fingerprints.follow, self._look_at_folder)
         # First: other duties fail in a folder that is gone, which must be noticed all the same.
         self.upkeep = Upkeep(self.path, self.in_use, (keeping.look, *of_index, *of_slots, *rest))
         self._owner = owner
@@ -83,7 +83,7 @@ class OpenFolder:
         self.capacity = 0
         """The capacity that this process has set, in bytes."""
         self.short = ""
-        """Why the tier can't hold that; empty: it can."""
+        """Why the tier can't hold that, or others could change it; empty: all is well."""
         self.count_lock = threading.Lock()
 
     @contextmanager
@@ -189,13 +189,17 @@ class OpenFolder:
                 self._swept = some[-1] if len(some) == _PUNCH_BATCH else None
         return self._swept is not None
 
-    def _look_at_room(self) -> None:
+    def _look_at_folder(self) -> None:
         try:
             found = os.statvfs(self.path)
         except (FileNotFoundError, NotADirectoryError):  # `Keeping` reports it
             return
         free = found.f_bavail * found.f_frsize
         short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
+        try:
+            self._files.check()
+        except TierUnusable as error:
+            short = str(error)
         if bool(short) != bool(self.short):  # the text stays as long as there is a shortage
             self.short = short
 
