@@ -53,7 +53,9 @@ def explain(error: ValidationError, document: Document, source: str) -> list[str
         for problem in error.errors(include_url=False)
     ]
     if document.model is None:
-        problems = _of_chain(problems, document)
+        wrong_version = [p for p in problems if p["loc"] == ("version",) and p["type"] != "missing"]
+        # Another version may have other keys, so errors about keys would mislead.
+        problems = wrong_version or [*problems, *_clashes_so_far(document)]
     uncounted = len(problems[MAX_LINES:])
     problems = problems[:MAX_LINES]
     slips = dict(_slips(problems, document))
@@ -64,12 +66,6 @@ def explain(error: ValidationError, document: Document, source: str) -> list[str
     ]
     texts = [text for _, text in sorted(lines, key=lambda line: line[0])]
     return first_lines(list(dict.fromkeys(texts)), source, uncounted)
-
-
-def _of_chain(problems: list[Problem], document: Document) -> list[Problem]:
-    wrong_version = [p for p in problems if p["loc"] == ("version",) and p["type"] != "missing"]
-    # Another version may have other keys, so errors about keys would mislead.
-    return wrong_version or [*problems, *_clashes_so_far(document)]
 
 
 def first_lines(lines: list[str], source: str, uncounted: int = 0) -> list[str]:

@@ -72,7 +72,8 @@ class ModelWeights(Weights):
 
     def look(self, part: int) -> _Look:
         """Begin to read the words of a part. What can't be read has changed."""
-        if not self._is_in_place(part):
+        same_model = self._model() is self._worker.get_model()
+        if not (same_model and self._group(part).is_in_place()):
             self._changed()
             self._find()
         try:
@@ -84,10 +85,6 @@ class ModelWeights(Weights):
 
     def _group(self, part: int) -> _Group:
         return self._groups[part % len(self._groups)]
-
-    def _is_in_place(self, part: int) -> bool:
-        same_model = self._model() is self._worker.get_model()
-        return same_model and self._group(part).is_in_place()
 
     def _find(self) -> None:
         model = self._worker.get_model()

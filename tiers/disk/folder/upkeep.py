@@ -88,10 +88,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _is_kept(file: Path) -> bool:
     try:
         os.utime(file, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    except OSError:  # a read-only file system, where nothing is removed either
-        return True
+    except OSError as error:  # else a read-only file system, where nothing is removed either
+        return not isinstance(error, FileNotFoundError)
     return True
 
 

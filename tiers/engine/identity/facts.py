@@ -173,7 +173,8 @@ def _device(vllm_config: Any, layers: list[Any]) -> str:
 def made_facts(model: Any) -> dict[str, str]:
     """Return what a model that was made says of itself: the configurations that its modules hold,
     and how each kind of rotary embedding was made."""
-    configs = {id(one): one for one in _configs(model)}
+    held = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(one): one for one in held if hasattr(one, "to_dict")}
     rotary = {text_of(_simple(one)) for one in model.modules() if "Rotary" in type(one).__name__}
     return {
         "made": json.dumps(sorted({config_digest(one) for one in configs.values()})),
@@ -195,13 +196,6 @@ def generation_facts(model_config: Any) -> dict[str, str]:
     }
     decides = {key: value for key, value in generation.items() if key not in SAMPLING_KEYS}
     return {"generation": text_of(decides)} if decides else {}
-
-
-def _configs(model: Any) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "to_dict"):
-            yield config
 
 
 def _simple(module: Any) -> dict[str, Any]:
