@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.disk.audit import (
     refused,
     run_mounted,
 )
+from tiers.control.control_server import short_path
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnusable
 
@@ -94,6 +96,14 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier").chmod(0o777)
     refused(tmp_path / "tier", "mode 0777")
+
+
+@pytest.mark.fault
+def test_a_folder_where_an_engine_listens(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, short_path(tmp_path / "engine-1.sock") as short:
+        listener.bind(short)
+    refused(tmp_path, "engine-1.sock is an engine's, .* name a folder of the tier's own")
+    assert [file.name for file in tmp_path.iterdir()] == ["engine-1.sock"]
 
 
 @pytest.mark.fault

@@ -164,6 +164,10 @@ class Folder:
                 f"{self.path} has mode {found.st_mode & 0o7777:04o}, so others can write to it; "
                 "chmod it to 0700, or name a folder of the tier's own"
             )
+        for socket in self.path.glob("*.sock"):
+            raise TierUnusable(
+                f"{socket} is an engine's, which listens there; name a folder of the tier's own"
+            )
         self._check_files()
 
     def _check_files(self) -> None:
