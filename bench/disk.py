@@ -7,6 +7,7 @@ process with a limit of memory (`bench.squeezed`).
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -28,9 +29,11 @@ from bench.disk_peers import VllmFiles
 from bench.main import Scale
 from bench.report import Case, Measure
 from bench.squeezed import BATCHES, Squeezed
-from tiers.block import digest
+from tiers.block import address_of, digest
+from tiers.concurrency.numa import bound
 from tiers.disk.slab import Io, slot_bytes, supports_direct
 from tiers.disk.spec import DiskSpec
+from tiers.host.digests import DigestProcess
 
 FILES = "file per block"
 IOS: tuple[Io, ...] = "buffered", "direct"
@@ -208,44 +211,48 @@ def _direct(bench: Bench) -> Iterator[Case]:
 
 def _beside_an_engine(bench: Bench, io: Io, launches: int) -> Iterator[Case]:
     """Small operations, as an engine's thread launches in an eager step, beside stores, and beside
-    the checksums that gathered blocks get first: whoever has the interpreter's lock, or a
-    processor, keeps that thread waiting."""
-    work: dict[str, Callable[[], object]] = {
-        f"stores, {io},": bench.tier(io).store,
-        f"stores by another process, {io},": bench.tier(io, apart=True).store,
-    }
-    if io == IOS[0]:
-        work["checksums"] = lambda: [*map(digest, bench.payloads)]
-    small = torch.zeros(8)
+    the checksums that gathered blocks get first: whoever has the interpreter's lock keeps that
+    thread waiting. It has a processor of its own, as on a machine of many."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    with bound(frozenset(rest)), closing(DigestProcess(bench.payload_bytes)) as another:
+        work: dict[str, Callable[[], object]] = {
+            f"stores, {io},": bench.tier(io).store,
+            f"stores by another process, {io},": bench.tier(io, apart=True).store,
+        }
+        if io == IOS[0]:
+            addresses = [*map(address_of, bench.payloads)]
+            work["checksums"] = lambda: [*map(digest, bench.payloads)]
+            work["checksums by another process"] = lambda: another.digests(addresses)
+        for name, one in work.items():
+            yield Case(
+                "disk",
+                f"an engine's launches, {launches:,}, beside {name} of {bench.payload_bytes:,} B",
+                "ms",
+                partial(_launches, launches, first, one),
+                limit=partial(_launches, launches, first, None),
+                target=0.8,
+            )
 
-    def takes(beside: Callable[[], object] | None) -> float:
-        """Milliseconds."""
-        is_over = threading.Event()
 
-        def go_on() -> None:
-            while beside is not None and not is_over.is_set():
-                beside()
+def _launches(count: int, processor: int, beside: Callable[[], object] | None) -> float:
+    """Milliseconds that they take on this processor, beside work on others."""
+    small, is_over = torch.zeros(8), threading.Event()
 
-        with ThreadPoolExecutor(1) as pool:
-            going = pool.submit(go_on)
-            try:
+    def go_on() -> None:
+        while beside is not None and not is_over.is_set():
+            beside()
+
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(go_on)
+        try:
+            with bound(frozenset([processor])):
                 began = time.perf_counter()
-                for _ in range(launches):
+                for _ in range(count):
                     small.add_(1)
                 return 1e3 * (time.perf_counter() - began)
-            finally:
-                is_over.set()
-                going.result()
-
-    for name, one in work.items():
-        yield Case(
-            "disk",
-            f"an engine's launches, {launches:,}, beside {name} of {bench.payload_bytes:,} B",
-            "ms",
-            partial(takes, one),
-            limit=partial(takes, None),
-            target=0.8,
-        )
+        finally:
+            is_over.set()
+            going.result()
 
 
 def _synced(bench: Bench, io: Io = "buffered") -> Iterator[Case]:

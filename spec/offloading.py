@@ -260,9 +260,10 @@ class StoreSpec(OffloadingSpec):
         default="auto",
         description="Store blocks by a process beside each of the engine's workers, so that stores "
         "do not keep the engine's thread from launching its work. It takes 70 MB of memory, more "
-        "for encryption and some plugins, and copies each block once more. Where the system lets "
-        "nobody write into its memory (ptrace_scope 2), or it can't begin, the engine's process "
-        "stores, and the tier is degraded. auto: where the engine computes on a GPU.",
+        "for encryption and some plugins, and copies each block once more; with the first such "
+        "tier another, of 50 MB, gets a copy to compute checksums. Where the system lets nobody "
+        "write into their memory (ptrace_scope 2), or they can't begin, the engine's process does "
+        "it, and the tier is degraded. auto: where the engine computes on a GPU.",
     )
     write_budget: ByteRate | None = Field(
         default=None,

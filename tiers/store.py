@@ -47,6 +47,11 @@ class Block(NamedTuple):
         write it instead of computing another: a later change is found, without a second pass."""
         return None
 
+    def checksum_of_copy(self) -> bytes | None:
+        """The checksum for a copy that is made already, where it is known. Raises RecordError if
+        the copy may have another block's bytes."""
+        return self.checksum
+
     @property
     def prefix(self) -> Prefix | None:
         """Where it is in its prompt, for a store with `Packs`, where that is known."""

@@ -40,6 +40,8 @@ from tests.support.replay_chains import (
     workload,
 )
 from tests.support.topologies import wait_until
+from tiers.concurrency import beside
+from tiers.concurrency.beside import send
 from tiers.concurrency.executors import in_background
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.disk_store import DiskStore
@@ -60,7 +62,7 @@ from tiers.store import (
 from tiers.testing import GivenSpec, Memory, MemoryStore, make_key
 from tiers.wrappers import put_process, put_server
 from tiers.wrappers.opening import open_guarded
-from tiers.wrappers.put_process import PutsApart, send
+from tiers.wrappers.put_process import PutsApart
 
 SIZE = 64 << 10
 SITE = StoreContext(SIZE)
@@ -142,7 +144,7 @@ def no_json(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_modules(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(put_process, "_SERVE", "import no_such_module")
+    patch.setattr(beside, "_SERVE", "import no_such_module")
 
 
 def may_not_write(patch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def may_not_write(patch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, "its memory can't be written")
 
-    patch.setattr(put_process._Process, "_copy", refused)
+    patch.setattr(put_process._Process, "copy", refused)
 
 
 @pytest.mark.fault
@@ -340,7 +342,7 @@ def test_while_one_can_not_be_ended_no_other_begins(
     os.kill(process, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda _: None)
-        patch.setattr(put_process, "KILL_SECONDS", 0)
+        patch.setattr(beside, "KILL_SECONDS", 0)
         for why in ("not answered in time", *[f"{process} can't be ended"] * 2):
             with Waiting(lambda: 0.1), pytest.raises(TierUnavailable, match=why):
                 put(store, keys())
@@ -359,9 +361,7 @@ def test_one_that_opens_for_long_fails_puts_and_goes_on(
     with pytest.raises(TierUnavailable, match="signal 9"):
         put(store, keys())
     late = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'now')!r}): time.sleep(0.01)"
-    monkeypatch.setattr(
-        put_process, "_SERVE", put_process._SERVE.replace("serve(", f"{late}\nserve(")
-    )
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", f"{late}\nserve("))
     numbers = set[int]()
     for _ in range(2):
         with Waiting(lambda: 0.1), pytest.raises(TierUnavailable, match="yet to open"):
@@ -404,7 +404,7 @@ def test_one_that_talks_nonsense_does_not_live_on(
     put(store, keys())
     process = number(store)
     with monkeypatch.context() as patch, pytest.raises(TierUnavailable, match="is gone"):
-        patch.setattr(put_process, "receive", lambda _: json.loads(nonsense))
+        patch.setattr(beside, "receive", lambda *_: json.loads(nonsense))
         put(store, keys())
     assert not is_there(process)
     assert put(store, keys()) == [True] * 3
@@ -480,8 +480,8 @@ def test_it_ends_with_a_store_that_is_closed(
     again.close()
 
 
-SOON = """from tiers.wrappers import put_server
-put_server.LOOKED_EVERY_S = put_server.CLOSE_SECONDS = 0.1
+SOON = """from tiers.concurrency import beside
+beside.LOOKED_EVERY_S = beside.CLOSE_SECONDS = 0.1
 serve("""
 HANGS = """import time
 from tiers.disk.disk_store import DiskStore
@@ -514,7 +514,7 @@ def test_it_ends_with_an_engine_that_is_killed(there: str, here: str, tmp_path: 
     engine = f"""
 import time
 from tests.wrappers.test_put_process import *
-put_process._SERVE = put_process._SERVE.replace("serve(", {SOON!r}).replace("serve(", {there!r})
+beside._SERVE = beside._SERVE.replace("serve(", {SOON!r}).replace("serve(", {there!r})
 place, forked = Path({str(tmp_path)!r}), 0
 store = opened(spec(place))
 {here}
@@ -562,8 +562,8 @@ def test_a_forked_child_that_ends_leaves_it_to_its_parent(store: PutsApart) -> N
 def test_what_it_had_started_does_not_stand_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patched = put_process._SERVE.replace("serve(", LEAVES_ANOTHER)
-    monkeypatch.setattr(put_process, "_SERVE", patched)
+    patched = beside._SERVE.replace("serve(", LEAVES_ANOTHER)
+    monkeypatch.setattr(beside, "_SERVE", patched)
     store = opened(spec(tmp_path))
     with pytest.raises(TierUnavailable, match="it ended with 3"):
         put(store, keys())
@@ -578,7 +578,7 @@ def test_one_that_hangs_keeps_no_store_from_closing(
     store: PutsApart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine waits a second for a tier of which a put hangs; its folder is to be whole."""
-    monkeypatch.setattr(put_process, "CLOSE_SECONDS", 1000)
+    monkeypatch.setattr(beside, "CLOSE_SECONDS", 1000)
     put(store, keys())
     process, is_closed = number(store), threading.Event()
     monkeypatch.setattr(store._inner, "close", is_closed.set)
@@ -608,7 +608,7 @@ def test_one_that_is_stopped_in_the_midst_of_a_message_reads_the_rest(store: Put
     os.kill(number(store), signal.SIGSTOP)
     os.kill(number(store), signal.SIGCONT)
     engine.sendall(message[1000:].encode())
-    assert "logs" in put_process.receive(engine)
+    assert "logs" in beside.receive(engine)
 
 
 @pytest.mark.fault
@@ -667,7 +667,7 @@ def test_it_knows_the_time_left_and_the_engine_logs_what_it_says(
 ) -> None:
     """The kind of an error stays: one has the guard open the store again."""
     says_so = SAYS_SO.replace("NAME", error.__name__)
-    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", says_so))
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", says_so))
     monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
     store = opened(spec(tmp_path))
     with Waiting(lambda: 5.2), pytest.raises(error, match="no room"):
@@ -691,8 +691,8 @@ serve("""
 def test_a_put_is_told_its_own_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one that failed the next would hear what is left, return before its blocks are put, and
     the one behind it would overwrite them."""
-    patched = put_process._SERVE.replace("serve(", ANSWERS_NUMBERS)
-    monkeypatch.setattr(put_process, "_SERVE", patched)
+    patched = beside._SERVE.replace("serve(", ANSWERS_NUMBERS)
+    monkeypatch.setattr(beside, "_SERVE", patched)
     monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
     store = opened(spec(tmp_path))
     with pytest.raises(TierError, match="where a boolean belongs"):
@@ -744,7 +744,7 @@ def test_what_it_logs_holds_up_no_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While it says more than its socket takes the engine sends what its socket does not take."""
-    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", SAYS_MUCH))
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", SAYS_MUCH))
     monkeypatch.setattr(put_process, "PART_BYTES", SIZE)
     store, some = opened(spec(tmp_path)), keys(16)
     blocks = Memory(some, SIZE).fill().readonly()
@@ -773,7 +773,7 @@ def test_a_line_that_can_not_be_made_fails_no_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it in the engine's process."""
-    monkeypatch.setattr(put_process, "_SERVE", put_process._SERVE.replace("serve(", LOGS_BADLY))
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", LOGS_BADLY))
     store = opened(spec(tmp_path))
     assert put(store, keys()) == [True] * 3
     store.close()
@@ -873,6 +873,9 @@ def test_an_engine_loads_what_another_process_stored(
     assert measured(engine, "stored_blocks", "disk") > 0 < measured(engine, "loaded_tokens", "disk")
     assert measured(engine, "store_failures", "disk") == 0
     assert bool(here) == (how != "always")
+    worker: Any = engine.workers[0]
+    digests = worker.connector.children[1]._host._checksums._process
+    assert (digests is None) == (how != "always"), "another computes checksums where another puts"
     engine.close()
 
 

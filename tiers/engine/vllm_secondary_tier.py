@@ -154,6 +154,11 @@ class RowBlock(Block):
         """As it is read for the store, and still in the processor's caches. Raises RecordError."""
         return self._job.checksum(self._row, self.payload)
 
+    def checksum_of_copy(self) -> None:
+        """Who has the copy computes it, since here others would wait for the interpreter's lock."""
+        if self._job.is_over:
+            raise RecordError("vLLM has taken the row back")
+
     def readonly(self) -> RowBlock:
         return self
 

@@ -144,8 +144,11 @@ class SlotMemory:
 
     def move(self, slot: int, target: int) -> None:
         """Copy one slot's payload to another; other threads run meanwhile."""
-        at = self._address
-        ctypes.memmove(at + target * self._stride, at + slot * self._stride, self.payload_bytes)
+        ctypes.memmove(self.address(target), self.address(slot), self.payload_bytes)
+
+    def address(self, slot: int) -> int:
+        """Where the bytes of one slot begin."""
+        return self._address + slot * self._stride
 
     def payload(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""

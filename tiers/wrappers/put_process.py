@@ -13,17 +13,7 @@ while it waits for its device, are copies: the engine's memory has other blocks 
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
-import json
 import logging
-import math
-import os
-import select
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +26,7 @@ from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers import errors
 from tiers.block import address_of
+from tiers.concurrency.beside import PART_BYTES, Beside, CannotServe
 from tiers.errors import KVTiersError, RecordError, TierError, TierUnavailable
 from tiers.store import (
     Block,
@@ -49,34 +40,9 @@ from tiers.store import (
 )
 from tiers.wrappers.integrity import VerifiedStore
 
-PART_BYTES = 16 << 20
-"""Payloads that are handed over at once, one block at least; the process puts what it has while the
-next are copied. With a quarter of it stores were a fourth faster, and an engine's thread lost twice
-as much by them: each message has threads here ask for the interpreter's lock."""
-ANSWER_BYTES = 1 << 14
-"""Most answers have fewer, and are read by one call: after each, a thread asks for the lock."""
 OPEN_SECONDS = 30.0
 """After so long one line says that a process has yet to open its store."""
-CLOSE_SECONDS = 20.0
-"""How long the store may take to close there: the guard waits 30 s for all of it."""
-KILL_SECONDS = 1.0
-ENDING_SECONDS = 0.1
-"""How long one that is gone may take to have ended."""
-
-_SERVE = """import sys
-sys.path[:] = sys.argv[4:]
-from tiers.wrappers.put_server import serve
-serve(*map(int, sys.argv[2:4]))"""
-"""Nothing is imported before the path is the engine's: a module in the folder where it runs would
-be taken for Python's own."""
-_LENGTH = struct.Struct("<Q")
-
 logger = logging.getLogger(__name__)
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class CannotServe(KVTiersError):
-    """The process can't be had, or not be given payloads; says why."""
 
 
 class PutsApart(StoreWrapper):
@@ -131,7 +97,7 @@ class PutsApart(StoreWrapper):
             self._begin()
         if (process := self._process) is None:
             return None
-        process.limit()
+        process.limit(time_left())
         if not process.rows:
             if not process.has_answered(time_left() if self._has_served else 0):
                 self._note_late(process)
@@ -161,8 +127,6 @@ class PutsApart(StoreWrapper):
         what the engine's never did it does not begin to do in the midst of traffic."""
         process, self._process = self._process, None
         why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
-        if isinstance(error, BlockingIOError):
-            why = "it has not answered in time"
         if process is not None:
             self._ended = _sum(self._ended, process.counts)
             why, self._before = process.kill() or why, process
@@ -192,14 +156,8 @@ class PutsApart(StoreWrapper):
             self._inner.close()  # meanwhile: of a tier that hangs an engine waits a second only
 
 
-class _Range(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-class _Process:
-    """A process that has a store open. Used by one thread at a time, but for `close`."""
+class _Process(Beside):
+    """A process that has a store open."""
 
     def __init__(self, spec: StoreSpec, site: StoreContext, like: TierStore, name: str) -> None:
         """It stores blocks as `like` looks for them. Raises whatever a beginning may raise."""
@@ -209,37 +167,18 @@ class _Process:
         self._payload_bytes = site.payload_bytes
         self.rows: list[int] = []
         """Addresses in its memory for each block of a batch, once it is open."""
-        self._socket, theirs = socket.socketpair()
-        # Python passes over what is no text there.
-        path = (place for place in sys.path if isinstance(place, str))
-        self._parent = os.getpid()
-        # Not the number of a standard stream: an engine may have closed its own.
-        with theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)) as given:
-            numbers = map(str, (given.fileno(), self._parent))
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, f"kvtiers-put-{name}", *numbers, *path],
-                pass_fds=[given.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        self.number, self.began = self._process.pid, time.monotonic()
+        super().__init__(f"put-{name}", "tiers.wrappers.put_server")
         level = logging.getLogger("tiers").getEffectiveLevel()
         place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
         with suppress(OSError):  # one that has ended is noticed when it is waited for
-            send(self._socket, {**opening, "site": place, "level": level})
-
-    def has_answered(self, seconds: float = 0) -> bool:
-        """Whether it says something that nobody has read, or ends, within so many."""
-        asked = select.poll()
-        asked.register(self._socket, select.POLLIN)
-        return bool(asked.poll(None if seconds == math.inf else 1000 * seconds))
+            self.send({**opening, "site": place, "level": level})
 
     def wait_until_open(self) -> None:
         """Wait until its store is open, and try whether it can be given payloads. Raises what its
         store raised, and what else stands against it."""
         rows: list[int] = self._hear()["rows"]
         nothing = ctypes.c_ubyte()
-        self._copy([(ctypes.addressof(nothing), rows[0], 1)])
+        self.copy([(ctypes.addressof(nothing), rows[0], 1)])
         self.rows = rows
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
@@ -264,13 +203,13 @@ class _Process:
             (address_of(block.payload), row, len(block.payload))
             for block, row in zip(blocks, rows, strict=True)
         ]
-        self._copy(pieces)
+        self.copy(pieces)
         prompts: dict[int, tuple[int, Sequence[bytes]]] = {}
         written: list[tuple[str, str | None, tuple[int, int, int] | None]] = []
         gone = None
         for block in blocks:
             try:
-                checksum = block.checksum  # behind the copy, which may have another block's bytes
+                checksum = block.checksum_of_copy()
             except RecordError as error:
                 gone, written = error, []
                 break
@@ -286,33 +225,17 @@ class _Process:
             "is_last": is_last,
             "until": time.monotonic() + time_left(),
         }
-        send(self._socket, message)
+        self.send(message)
         return gone
 
     def resize(self, capacity: int) -> None:
         """As `put`."""
-        send(self._socket, {"resize": capacity})
+        self.send({"resize": capacity})
         self._hear()
-
-    def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """See `copy_into`. Raises CannotServe once the process has ended: its number may be
-        another's by now."""
-        if self._process.poll() is not None:
-            raise CannotServe("it has ended")
-        copy_into(self.number, pieces)
-
-    def limit(self) -> None:
-        """Have the socket raise BlockingIOError where it waits longer than this thread may. The
-        kernel does: with a timeout of Python's each call would be two."""
-        left = time_left()
-        microseconds = 0 if left == math.inf else int(1e6 * left) or 1
-        limit = struct.pack("ll", *divmod(microseconds, 10**6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _hear(self) -> dict[str, Any]:
         """The next answer. Raises the error that it names, as a TierError."""
-        answer = receive(self._socket, ANSWER_BYTES)
+        answer = self.receive()
         for name, level, text in answer["logs"]:
             logging.getLogger(name).log(level, "%s", text)
         self.counts = PutCounts(*answer.get("counts", self.counts))
@@ -323,49 +246,6 @@ class _Process:
         if isinstance(kind, type) and issubclass(kind, TierError):
             raise kind(text)
         raise TierError(text)
-
-    def finish(self) -> None:
-        """Have it end what it does, close its store and end. Does not wait."""
-        if os.getpid() == self._parent:  # a forked child has the socket, too
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Wait until it has ended; kill it if that takes too long."""
-        try:
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._socket.close()
-
-    def kill(self) -> str:
-        """End it; say how it had ended before, if it had."""
-        how = ""
-        try:
-            status = self._process.wait(ENDING_SECONDS)
-            how = f"it was killed by signal {-status}" if status < 0 else f"it ended with {status}"
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # while it waits for a device it can't end
-                self._process.wait(KILL_SECONDS)
-        self._socket.close()
-        return how
-
-
-def copy_into(process: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy from addresses here to addresses there, so many bytes each. Raises OSError, and
-    AttributeError where the system has no such call."""
-    sources, targets = ((_Range * len(pieces))() for _ in range(2))
-    for (start, target, size), source, there in zip(pieces, sources, targets, strict=True):
-        source.start, source.length = start, size
-        there.start, there.length = target, size
-    ranges = sources, len(pieces), targets, len(pieces)
-    write = _libc.process_vm_writev
-    write.restype = ctypes.c_ssize_t
-    done = write(process, *ranges, 0)
-    if done != sum(size for _, _, size in pieces):
-        number = ctypes.get_errno() if done < 0 else errno.EFAULT
-        raise OSError(number, f"its memory can't be written: {os.strerror(number)}")
 
 
 def _settings(spec: StoreSpec) -> Mapping[str, Any]:
@@ -381,29 +261,3 @@ def _settings(spec: StoreSpec) -> Mapping[str, Any]:
 
 def _sum(counts: PutCounts, more: PutCounts) -> PutCounts:
     return PutCounts(*map(add, counts, more))
-
-
-def send(target: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message. Raises OSError."""
-    data = json.dumps(message).encode()
-    target.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(source: socket.socket, ahead: int = 0) -> dict[str, Any]:
-    """Wait for a message. `ahead`: bytes that are read with its length, where no other message may
-    follow. Raises OSError, EOFError at the end, and ValueError for another thing."""
-    data = source.recv(_LENGTH.size + ahead)
-    data += _read(source, _LENGTH.size - len(data))
-    (length,) = _LENGTH.unpack_from(data)
-    data += _read(source, _LENGTH.size + length - len(data))
-    found: dict[str, Any] = json.loads(data[_LENGTH.size :])
-    return found
-
-
-def _read(source: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:  # who was stopped in the midst of it has less
-        if not (more := source.recv(length - len(data), socket.MSG_WAITALL)):
-            raise EOFError("it says nothing any more")
-        data += more
-    return data

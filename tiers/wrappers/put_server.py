@@ -6,13 +6,9 @@ process closes the socket, or ends.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import select
-import signal
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +19,7 @@ from typing import Any
 from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
+from tiers.concurrency.beside import offered, receive, send, serving
 from tiers.errors import KVTiersError, TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.slots import slot_stride
@@ -39,11 +36,7 @@ from tiers.store import (
     each,
 )
 from tiers.wrappers.opening import open_for_puts
-from tiers.wrappers.put_process import CLOSE_SECONDS, copy_into, receive, send
 
-LOOKED_EVERY_S = 5.0
-"""Seconds between two looks whether the engine's process is there: another that it was forked into
-may keep the socket open, and a put may hang."""
 MOST_LINES = 1000
 """Log lines that wait for the next answer; of more the oldest are lost."""
 
@@ -52,23 +45,8 @@ Message = Mapping[str, Any]
 
 def serve(handle: int, parent: int) -> None:
     """Do what the engine's process, `parent`, asks for through this socket."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # it is the engine's to end this one
-    os.set_inheritable(handle, False)  # the engine waits until nobody has it any more
-    ended = suppress(EOFError, ConnectionError)
-    with socket.socket(fileno=handle) as engine, ExitStack() as stack, ended:
-        threading.Thread(target=_end_with, args=(parent, engine), daemon=True).start()
+    with serving(handle, parent) as engine, ExitStack() as stack:
         _Server(engine, stack).run()
-
-
-def _end_with(parent: int, engine: socket.socket) -> None:
-    """End this process when its parent has ended, whatever else it does."""
-    while os.getppid() == parent:
-        time.sleep(LOOKED_EVERY_S)
-    with suppress(OSError):
-        engine.shutdown(socket.SHUT_RD)
-    time.sleep(CLOSE_SECONDS)
-    os._exit(1)
 
 
 class _Lines(logging.Handler):
@@ -130,9 +108,7 @@ class _Server:
         starts = range(0, batch_blocks(size) * stride, stride)
         memory = self._stack.enter_context(Scratch(len(starts) * stride).borrow())
         self._rows = [memory[start : start + size] for start in starts]
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-        copy_into(os.getpid(), [(address, address, 1)])  # a filter may kill who tries
-        return {"rows": [address + start for start in starts]}
+        return {"rows": offered(memory, starts)}
 
     def _ready(self) -> TierStore:
         store = self._store

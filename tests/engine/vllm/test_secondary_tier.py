@@ -18,6 +18,7 @@ import pytest
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tests.support.clock import wait_for
+from tiers.errors import RecordError
 from tiers.records import NamespaceNote
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
@@ -647,6 +648,18 @@ def test_events_and_metrics_have_vllms_names(make: Callable[..., Engine], tmp_pa
     assert engine.hits("a", BLOCKS[:2]) == BLOCKS[:2]
     if hasattr(engine.manager, "get_load_source"):
         assert engine.manager.get_load_source(key(BLOCKS[0]), engine.context("a")).value == "disk"
+
+
+def test_a_copy_of_a_row_that_vllm_has_taken_back_is_refused() -> None:
+    """Another process stores it, by a checksum of its own."""
+    from tiers.engine.vllm_secondary_tier import RowBlock, RowJob
+
+    job: Any = RowJob(cast(Any, None), [(b"key", 0)], b"", 1)
+    block = RowBlock(b"key", memoryview(bytes(ROW)), job, 0)
+    assert block.checksum_of_copy() is None
+    job.end()
+    with pytest.raises(RecordError, match="taken the row back"):
+        block.checksum_of_copy()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from spec.fields import format_size
 from tiers.block import digest, namespace
 from tiers.concurrency.executors import io_executor
+from tiers.connector.worker.checksums import Checksums
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import ENDED, Copier, Copy, Gather, OpenCopier
@@ -29,69 +29,6 @@ from tiers.host.spare_memory import for_slots, reservable_memory, spare_memory
 from tiers.records import NamespaceNote
 
 logger = logging.getLogger(__name__)
-
-_AT_ONCE = 64
-
-
-class Checksums:
-    """The checksums of slots, computed on a thread behind each gather. Whatever changes a block
-    after that shows, in any tier.
-
-    The engine's thread begins, and the tiers' threads ask. A slot is begun anew only when no tier
-    uses it; what is in flight for its last block then ends first, since one thread computes all.
-    """
-
-    def __init__(self, payload: Callable[[int], memoryview]) -> None:
-        self._payload = payload
-        self._known: dict[int, bytes] = {}
-        self._in_flight: dict[int, Future[None]] = {}
-        self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
-        self._thread = io_executor(1, "checksum")
-
-    def bind(self, cpus: frozenset[int]) -> None:
-        """Compute on these processors alone; see `numa.bind`."""
-        self._thread.bind(cpus)
-
-    def begin(self, slots: Sequence[int], gather: Copy) -> None:
-        """Compute the checksums of these slots, once they are gathered. Does not wait."""
-        self._let_go()
-        for start in range(0, len(slots), _AT_ONCE):
-            part = slots[start : start + _AT_ONCE]
-            future = self._thread.submit(self._compute, part, gather)
-            self._in_flight.update(dict.fromkeys(part, future))
-            self._begun.append((future, part))
-
-    def keep(self, slot: int, checksum: bytes | None) -> None:
-        """The slot holds a block of this checksum; what was begun for its last one has ended."""
-        self._known.pop(slot, None)
-        if checksum is not None:
-            self._known[slot] = checksum
-
-    def _let_go(self) -> None:
-        """Forget what has ended. A future has ten objects that Python's collector visits: with one
-        for each of a million slots, a full collection would stop the engine for a second."""
-        while self._begun and self._begun[0][0].done():
-            future, slots = self._begun.popleft()
-            for slot in slots:
-                if self._in_flight[slot] is future:
-                    del self._in_flight[slot]
-
-    def _compute(self, slots: Sequence[int], gather: Copy) -> None:
-        for slot in slots:
-            self._known.pop(slot, None)
-        gather.wait()
-        for slot in slots:
-            self._known[slot] = digest(self._payload(slot))
-
-    def of(self, slots: Sequence[int]) -> list[bytes | None]:
-        """Wait for the checksums of these slots; None for one whose gather failed."""
-        in_flight = map(self._in_flight.get, slots)
-        wait({future for future in in_flight if future is not None})
-        return [self._known.get(slot) for slot in slots]
-
-    def close(self) -> None:
-        """End the thread; nobody asks any more."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 class HostSlots:
@@ -156,7 +93,12 @@ class HostSlots:
     def keep_checksums(self) -> None:
         """From now on compute a checksum of each block that is gathered. Called before the first
         gather, by each tier that asks for them."""
-        self._checksums = self._checksums or Checksums(lambda slot: self.memory.payload(slot))
+        self._checksums = self._checksums or Checksums(lambda: self.memory)
+
+    def checksum_apart(self) -> None:
+        """Have a process beside this one compute them, for tiers whose puts another does, too."""
+        if self._checksums is not None:
+            self._checksums.compute_apart()
 
     def _allocate(self, pin: bool) -> SlotMemory:
         """Allocate the slots, or fewer if memory is short; the handshake reports the shortage."""

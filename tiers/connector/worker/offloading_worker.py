@@ -283,7 +283,8 @@ class OffloadingWorker(WorkerConnector):
                 self._loading.open()
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 with bound(self._host.copier.cpus):  # a store's threads touch the host pool
-                    apart = spec.stores_apart(has_gpu=self._host.copier.pin)
+                    if apart := spec.stores_apart(has_gpu=self._host.copier.pin):
+                        self._host.checksum_apart()
                     store = open_guarded(spec, site, puts_apart=apart)
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)

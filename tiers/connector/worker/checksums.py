@@ -1,0 +1,114 @@
+"""Checksums of slots, computed behind each gather. Whatever changes a block after that shows, in
+any tier."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+from spec.errors import describe_error
+from tiers.block import digest
+from tiers.concurrency.executors import io_executor
+from tiers.contract.block_copier import Copy
+from tiers.errors import KVTiersError
+from tiers.host.digests import DigestProcess
+from tiers.host.slot_memory import SlotMemory
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 64
+
+
+class Checksums:
+    """The checksums of slots, on a thread of its own, which may have a process compute them.
+
+    The engine's thread begins, and the tiers' threads ask. A slot is begun anew only when no tier
+    uses it; what is in flight for its last block then ends first, since one thread computes all.
+    """
+
+    def __init__(self, memory: Callable[[], SlotMemory]) -> None:
+        """`memory`: the slots, once the first gather begins."""
+        self._memory = memory
+        self._known: dict[int, bytes] = {}
+        self._in_flight: dict[int, Future[None]] = {}
+        self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
+        self._thread = io_executor(1, "checksum")
+        self._is_apart = False
+        self._process: DigestProcess | None = None
+
+    def bind(self, cpus: frozenset[int]) -> None:
+        """Compute on these processors alone; see `numa.bind`."""
+        self._thread.bind(cpus)
+
+    def compute_apart(self) -> None:
+        """Have a process compute them, as soon as it can (see `host.digests`). Does not wait."""
+        self._thread.submit(self._begin_process)
+
+    def _begin_process(self) -> None:
+        if not self._is_apart:  # each tier asks for it
+            self._is_apart = True
+            try:
+                self._process = DigestProcess(self._memory().payload_bytes)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        process, self._process = self._process, None
+        why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
+        if process is not None:
+            why = process.kill() or why
+        line = "checksums are computed by the engine's process (store_process), since another can't"
+        logger.warning("%s (%s)", line, why)
+
+    def begin(self, slots: Sequence[int], gather: Copy) -> None:
+        """Compute the checksums of these slots, once they are gathered. Does not wait."""
+        self._let_go()
+        for start in range(0, len(slots), _AT_ONCE):
+            part = slots[start : start + _AT_ONCE]
+            future = self._thread.submit(self._compute, part, gather)
+            self._in_flight.update(dict.fromkeys(part, future))
+            self._begun.append((future, part))
+
+    def keep(self, slot: int, checksum: bytes | None) -> None:
+        """The slot holds a block of this checksum; what was begun for its last one has ended."""
+        self._known.pop(slot, None)
+        if checksum is not None:
+            self._known[slot] = checksum
+
+    def _let_go(self) -> None:
+        """Forget what has ended. A future has ten objects that Python's collector visits: with one
+        for each of a million slots, a full collection would stop the engine for a second."""
+        while self._begun and self._begun[0][0].done():
+            future, slots = self._begun.popleft()
+            for slot in slots:
+                if self._in_flight[slot] is future:
+                    del self._in_flight[slot]
+
+    def _compute(self, slots: Sequence[int], gather: Copy) -> None:
+        for slot in slots:
+            self._known.pop(slot, None)
+        gather.wait()
+        self._known.update(zip(slots, self._digests(slots), strict=True))
+
+    def _digests(self, slots: Sequence[int]) -> list[bytes]:
+        memory = self._memory()
+        if (process := self._process) is not None and process.is_ready():
+            try:
+                return process.digests(map(memory.address, slots))
+            except Exception as error:  # noqa: BLE001 - its next answer may be to another question
+                self._lose(error)
+        return [digest(memory.payload(slot)) for slot in slots]
+
+    def of(self, slots: Sequence[int]) -> list[bytes | None]:
+        """Wait for the checksums of these slots; None for one whose gather failed."""
+        in_flight = map(self._in_flight.get, slots)
+        wait({future for future in in_flight if future is not None})
+        return [self._known.get(slot) for slot in slots]
+
+    def close(self) -> None:
+        """End the thread and the process; nobody asks any more."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._process is not None:
+            self._process.close()
