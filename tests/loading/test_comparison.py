@@ -304,6 +304,20 @@ def test_where_nothing_is_held_no_tier_is_probed() -> None:
         assert asked == [({}, None)], "once"
 
 
+@pytest.mark.parametrize(("always", "shares"), [(True, False), (True, True), (False, False)])
+def test_a_tier_is_probed_only_where_that_can_change_a_plan(always: bool, shares: bool) -> None:
+    """Both take about half as long as computing; the policy loads from the first."""
+    made = World((0.0, 2000.0), (0.0, 1900.0), always=always)
+    made.comparison.shares = shares
+    made.run(has=[0, 0])
+    probes = []
+    for _ in range(100):
+        probes.append(made.choose().probed)
+        made.run()
+    assert bool(probes.count(1)) == (shares or not always)
+    assert probes.count(0) == 0
+
+
 def test_requests_keep_away_from_a_tier_that_hangs() -> None:
     made = world(FAST)
     made.run_many(20)
@@ -363,13 +377,14 @@ def test_a_tier_that_would_share_a_long_load_is_waited_for() -> None:
         made.run(has=has)
     found = made.choose(has=[1024, 0])
     assert found.plan is not None and set(found.plan.parts) == {0}
-    assert made.comparison.hopes({1: 0.1}, found, Wish(PROMPT), shares=True)
-    assert not made.comparison.hopes({1: 0.15}, found, Wish(PROMPT), shares=True)
     assert not made.comparison.hopes({1: 0.0}, found, Wish(PROMPT)), "the policy loads from one"
+    made.comparison.shares = True
+    assert made.comparison.hopes({1: 0.1}, found, Wish(PROMPT))
+    assert not made.comparison.hopes({1: 0.15}, found, Wish(PROMPT))
     short = found._replace(load=0.0)
-    assert not made.comparison.hopes({1: 0.1}, short, Wish(PROMPT), shares=True), "nothing to share"
+    assert not made.comparison.hopes({1: 0.1}, short, Wish(PROMPT)), "nothing to share"
     half = made.choose(has=[512, 0])
-    assert made.comparison.hopes({1: 0.5}, half, Wish(PROMPT), shares=True), "none else has it"
+    assert made.comparison.hopes({1: 0.5}, half, Wish(PROMPT)), "none else has it"
 
 
 def test_computing_counts_for_those_too_who_wait_to_begin() -> None:

@@ -108,6 +108,8 @@ class Comparison:
         self._probes = Exploration(least=-(-LEAST_TOKENS // block_tokens))
         self._size = block_tokens
         self.always = always
+        self.shares = False
+        """Whether the policy has tiers load beside each other what one would take long for."""
         self._blind = 0
 
     @property
@@ -145,7 +147,9 @@ class Comparison:
             seconds = best.load + (whole - tokens) * (each or 0.0)
             found = best._replace(passed=passed, seconds=seconds)
         # Without a plan, and none that was cut off, no tier holds anything to probe it with.
-        if cut if best.plan is None else best.plan.parts and self._is_long(best.plan):
+        # Nor is another asked while the policy's own comes in time, if that is all it has to do.
+        plan, may_change = best.plan, cut or self.shares or not self.always
+        if cut if plan is None else may_change and plan.parts and self._is_long(plan):
             found = self._probing(propose, wish, found)
         if self.always:
             return found
@@ -153,12 +157,9 @@ class Comparison:
             return found._replace(within=max(FIRST_PATIENCE, 2 * found.load))
         return found._replace(within=max(LEAST_PATIENCE, found.load + whole * each))
 
-    def hopes(
-        self, waits: Mapping[int, float], found: Verdict[P], wish: Wish, shares: bool = False
-    ) -> bool:
+    def hopes(self, waits: Mapping[int, float], found: Verdict[P], wish: Wish) -> bool:
         """Whether one of the tiers that are still looking, if it had everything, would save more
-        than is `found`; `waits`: seconds until each answers. `shares`: whether the policy has it
-        load beside the tiers of the plan."""
+        than is `found`; `waits`: seconds until each answers."""
         each, whole = self.token_seconds, wish.blocks * self._size
         if each is None or not whole:
             return False  # the policy has waited
@@ -166,7 +167,7 @@ class Comparison:
         planned, load = 0 if found.plan is None else found.plan.tokens, found.load
         for tier, wait in waits.items():
             alone = best = self.meters[tier].seconds(whole)
-            if shares and load > ENOUGH * planned * each:
+            if self.shares and load > ENOUGH * planned * each:
                 # Both end at once, or the tier's own part alone takes longer.
                 part = planned / whole
                 best = max(load * alone / (load + alone * part), alone * (1 - part))

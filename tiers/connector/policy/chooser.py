@@ -127,7 +127,7 @@ class Chooser:
         stitches = self._stitch if self._loaders else self._piecewise
         self._apply_policy = stitches if load == "stitched" else self._one_child
         self._takes_first = load == "first"
-        self._shares = load == "stitched"
+        self._comparison.shares = load == "stitched"
 
     def follow(
         self, children: Sequence[SchedulerConnector], names: Sequence[str], order: Sequence[int]
@@ -244,7 +244,7 @@ class Chooser:
             self._waits.answered(child, request_state)
         others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
-        if others_look or comparison.hopes(hopes, verdict, wish, self._shares):
+        if others_look or comparison.hopes(hopes, verdict, wish):
             return PENDING
         choice = NO_LOAD if verdict.plan is None else verdict.plan.choice
         return choice._replace(

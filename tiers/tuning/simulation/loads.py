@@ -185,7 +185,7 @@ class Loads:
         costs = {place: tier.cost for place, tier in enumerate(tiers)}
         self._comparison = Comparison(self._size, costs, clock, always)
         self._policy = {"first": first, "longest": longest, "stitched": stitched}[chain.load_policy]
-        self._shares = chain.load_policy == "stitched" and len(tiers) > 1
+        self._comparison.shares = chain.load_policy == "stitched" and len(tiers) > 1
         self._masks, self._lengths = workload.masks, workload.lengths
         self._tiers = tiers
         self._placed = list(enumerate(tiers))
@@ -271,7 +271,7 @@ class Loads:
             return SimPlan(shared(known, question, self._masks, paces, last), self._size)
 
         places = [place for place, _ in placed]
-        return self._comparison.shared(places, plan, share) if self._shares else plan
+        return self._comparison.shared(places, plan, share) if self._comparison.shares else plan
 
     def begin(
         self, prompt: Prompt, known: int, verdict: Verdict[SimPlan], now: float
