@@ -15,7 +15,7 @@ from spec.chain import ChainSpec
 from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, RECURRENT, total
-from tiers.connector.worker import host_slots, loading, offloading_worker
+from tiers.connector.worker import checksums, host_slots, loading, offloading_worker
 from tiers.gpu import cuda
 from tiers.gpu.pages import PageCopies
 from tiers.lab.replay import ReplayEngine
@@ -182,10 +182,10 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(cuda, "open_copies", PageCopies)
         patch.setattr(loading, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
         patch.setattr(loading, "READ_BYTES", 2 * WAVE_ROWS * 4096)
-        for module in (cuda, loading, offloading_worker, host_slots):
+        for module in (cuda, loading, offloading_worker, host_slots, checksums):
             patch.setattr(module, "io_executor", self.threads.executor)
         patch.setattr(loading, "wait_a_moment", lambda futures: None)
-        for module in (cuda, loading, offloading_worker, host_slots):
+        for module in (cuda, loading, offloading_worker, checksums):
             patch.setattr(module, "wait", self.threads.wait)
         patch.setattr(host_slots, "Prefault", lambda *_: None)  # a thread, which no model waits for
         self.tells_of_sleep = tells_of_sleep

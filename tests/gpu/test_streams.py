@@ -385,6 +385,7 @@ FILES = [
     "tiers/gpu/cuda.py",
     "tiers/connector/worker/loading.py",
     "tiers/connector/worker/offloading_worker.py",
+    "tiers/connector/worker/checksums.py",
     "tiers/connector/worker/host_slots.py",
 ]
 NO_COPIES = {
