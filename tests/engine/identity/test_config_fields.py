@@ -171,6 +171,23 @@ def test_a_field_that_nobody_knows_is_a_fact_unless_it_has_its_default() -> None
     assert len({str(facts(**f)) for f in ({}, {"colour": "blue"}, {"sizes": [1]})}) == 3
 
 
+def test_a_field_that_is_no_fact_is_not_looked_at() -> None:
+    """As the configuration of a model whose layers differ: it raises where one asks for a size."""
+
+    class Layers:
+        def __str__(self) -> str:
+            raise AttributeError("'head_dim' may vary across layers")
+
+    @dataclasses.dataclass
+    class Model:
+        hf_config: Any
+        hf_text_config: Any
+
+    whole = config()
+    whole.model_config = Model(whole.model_config.hf_config, Layers())
+    assert "config" in config_facts(whole, "0.32.0")
+
+
 def test_equal_settings_are_equal_text() -> None:
     assert text_of({"b": {2, 1}, "a": None}) == text_of({"a": None, "b": {1, 2}})
     assert text_of([1, [2]]) != text_of([[1], 2]) != text_of(["1", "2"])

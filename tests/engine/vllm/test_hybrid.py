@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.vllm.tiny_vllm import GEMMA, MISTRAL, WINDOW, Run, documents
+from tests.engine.vllm.tiny_vllm import GEMMA, GEMMA_4, MISTRAL, WINDOW, Run, documents
 from tiers.remote.packs.marks import is_mark
 
 pytestmark = pytest.mark.vllm
@@ -104,6 +104,18 @@ def test_windows_only(run_windowed: Callable[..., Run], tmp_path: Path) -> None:
     assert run.tokens == plain.tokens * 2
     assert run.loaded() == {"cpu": len(LONG) * BLOCKS * 32}
     assert run.count("cpu", "loaded_blocks") == len(LONG) * -(-(WINDOW - 1) // 32)
+
+
+@pytest.mark.faults
+def test_layers_of_two_sizes_some_of_which_share_kv(
+    run_windowed: Callable[..., Run], tmp_path: Path
+) -> None:
+    plain = run_windowed(GEMMA_4, LONG)
+    assert len({tuple(answer) for (answer,) in plain.tokens}) == len(LONG)
+    run = run_windowed(GEMMA_4, LONG, [disk(tmp_path)], steps_in_flight=2)
+    again = run_windowed(GEMMA_4, LONG, [disk(tmp_path)])
+    assert run.tokens == again.tokens == plain.tokens
+    assert again.loaded() == {"disk": len(LONG) * BLOCKS * 32}
 
 
 def disk(folder: Path) -> dict[str, Any]:

@@ -48,6 +48,17 @@ GEMMA = {
 }
 """Layers with windows and without: several KV cache groups, which share their tensors."""
 
+GEMMA_4 = {
+    **GEMMA,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "global_head_dim": 64,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 1000,
+    "hidden_size_per_layer_input": 16,
+}
+"""As Gemma, whose heads are larger without windows, and whose last layers use the KV of others."""
+
 MISTRAL = {
     **LLAMA,
     "architectures": ["MistralForCausalLM"],

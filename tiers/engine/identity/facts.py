@@ -71,17 +71,18 @@ def _keyed(name: str, config: Any) -> Iterator[tuple[str, str]]:
 def _unknown(name: str, config: Any) -> Iterator[tuple[str, str]]:
     """Yield the fields that the table does not have: the engine is newer, or modified."""
     for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
-        value = text_of(getattr(config, field.name, None))
-        if field.name not in FIELDS[name].known and value != _default(field):
-            yield f"{name}.{field.name}", value
+        # A known one may refuse to be shown: a model's configuration whose layers differ.
+        if field.name not in FIELDS[name].known:
+            value = text_of(getattr(config, field.name, None))
+            if value != _default(field):
+                yield f"{name}.{field.name}", value
     for part, inner in _parts(name, config):
         yield from _unknown(part, inner)
 
 
 def _parts(name: str, config: Any) -> Iterator[tuple[str, Any]]:
     for field, part in PARTS.get(name, {}).items():
-        inner = getattr(config, field, None)
-        if inner is not None:
+        if (inner := getattr(config, field, None)) is not None:
             yield part, inner
 
 
@@ -176,10 +177,8 @@ def made_facts(model: Any) -> dict[str, str]:
     held = (getattr(module, "config", None) for module in model.modules())
     configs = {id(one): one for one in held if hasattr(one, "to_dict")}
     rotary = {text_of(_simple(one)) for one in model.modules() if "Rotary" in type(one).__name__}
-    return {
-        "made": json.dumps(sorted({config_digest(one) for one in configs.values()})),
-        "rotary": json.dumps(sorted(rotary)),
-    }
+    made = {config_digest(one) for one in configs.values()}
+    return {"made": json.dumps(sorted(made)), "rotary": json.dumps(sorted(rotary))}
 
 
 def unseen_facts(model_config: Any) -> dict[str, str]:
