@@ -432,6 +432,20 @@ def test_longest_request_matters_where_it_chooses_the_rotary_factors(
     assert facts(2048) == facts(4096) != facts(131072) == facts(8192)
 
 
+@pytest.mark.vllm
+def test_an_engine_that_compiles_shares_with_one_that_does_not() -> None:
+    """It leaves vLLM's own kernels out, which a rotary embedding notes."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding as OfVllm
+
+    def facts(kernels: str, base: float = 10000.0) -> dict[str, str]:
+        config = VllmConfig(compilation_config={"custom_ops": [kernels]})
+        with set_current_vllm_config(config):
+            return made_facts(OfVllm(32, 32, 2048, base, True, torch.float32))
+
+    assert facts("all") == facts("none") != facts("all", base=500.0)
+
+
 def test_a_generation_config_that_says_more_than_sampling_is_a_fact() -> None:
     def facts(override: dict[str, Any] | None = None, **said: Any) -> dict[str, str]:
         return generation_facts(

@@ -20,6 +20,7 @@ from tiers.engine.identity.config_fields import FIELDS, PARTS
 logger = logging.getLogger(__name__)
 
 _VOLATILE = ("_name_or_path", "transformers_version")
+_KERNELS = ("use_aiter", "use_flashinfer")  # of rotary embeddings: others where an engine compiles
 _SAMPLING = (
     "_from_model_config assistant_confidence_threshold assistant_early_exit "
     "assistant_ensemble_weight assistant_lookbehind bad_words_ids begin_suppress_tokens "
@@ -199,7 +200,7 @@ def generation_facts(model_config: Any) -> dict[str, str]:
 
 def _simple(module: Any) -> dict[str, Any]:
     values = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
-    return {"": type(module).__name__, **values}
+    return {"": type(module).__name__, **{k: v for k, v in values.items() if k not in _KERNELS}}
 
 
 class BackgroundFacts:
