@@ -90,9 +90,11 @@ What vLLM does by default there:
 
 - **Asynchronous scheduling.** Real engines had it on CPUs, where tests put it in again: preemption,
   aborts, late and failing loads, sleep, changes of weights and of the chain. One thing raises, by
-  vLLM's own limit: `reset_prefix_cache` with `reset_running_requests` ("Failed to reset KV cache
-  even when all the running requests are preempted", 0.32), since the blocks of a request whose step
-  is in flight stay in use where a connector may load. `--no-async-scheduling` is without it.
+  vLLM's own limit: `reset_prefix_cache` with `reset_running_requests`, as a pause with mode `keep`
+  that clears the cache calls it ("Failed to reset KV cache even when all the running requests are
+  preempted", 0.32), since the blocks of a request whose step is in flight stay in use where a
+  connector may load. With `--no-async-scheduling` it raises only while one loads. A paused engine
+  loads nothing to its end: resume it, then ask again.
 - **CUDA graphs.** They ran as above. A graph is one launch on the engine's stream, as a forward is
   one operation in the model of streams. Nothing of kvtiers comes within a forward, so full,
   piecewise and no graphs are one order. vLLM captures graphs between the registration of its KV
