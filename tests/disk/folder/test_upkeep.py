@@ -118,6 +118,24 @@ def test_an_open_folder_that_others_may_write_to_is_told(tmp_path: Path) -> None
         wait_for(lambda: "lock has mode 0666, so others can use it" in store.warning())
 
 
+@pytest.mark.fault
+@pytest.mark.usefixtures("often")
+def test_of_two_warnings_none_outlives_its_cause(tmp_path: Path) -> None:
+    """And a lack of room does not hide that others may write."""
+    tier = tmp_path / "tier"
+    with opened(tier, slots=1 << 40) as store:
+        wait_for(lambda: "its file system has room for" in store.warning())
+        tier.chmod(0o777)
+        wait_for(lambda: "mode 0777" in store.warning())
+        tier.chmod(0o700)
+        wait_for(lambda: "its file system has room for" in store.warning())
+        tier.chmod(0o777)
+        wait_for(lambda: "mode 0777" in store.warning())
+        store.resize(8 * SLOT)
+        tier.chmod(0o700)
+        wait_for(lambda: not store.warning())
+
+
 @pytest.mark.usefixtures("often")
 def test_no_file_of_an_open_tier_looks_old(tmp_path: Path) -> None:
     """What cleans /tmp would remove the owner's file and the lock, and let another process in."""

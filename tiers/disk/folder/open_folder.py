@@ -83,7 +83,8 @@ class OpenFolder:
         self.capacity = 0
         """The capacity that this process has set, in bytes."""
         self.short = ""
-        """Why the tier can't hold that, or others could change it; empty: all is well."""
+        """Why others could change the tier, or it can't hold that; empty: all is well."""
+        self._shortage = ""
         self.count_lock = threading.Lock()
 
     @contextmanager
@@ -196,12 +197,12 @@ class OpenFolder:
             return
         free = found.f_bavail * found.f_frsize
         short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
+        self._shortage = short and (self._shortage or short)  # whose text stays as it is
         try:
             self._files.check()
+            self.short = self._shortage
         except TierUnusable as error:
-            short = str(error)
-        if bool(short) != bool(self.short):  # the text stays as long as there is a shortage
-            self.short = short
+            self.short = str(error)
 
     def _lose(self, why: str) -> None:
         """Let no verb use the files any more. The last verb in flight closes them, which frees
