@@ -61,7 +61,7 @@ def apply(
     from spec.load import load_chain
 
     spec = load_chain(chain)
-    name = _one_engine(engine, folder)
+    name = only_engine(ask_engines("status", {}, engine, folder), "--to").engine
     question = {"chain": spec.model_dump(mode="json"), "dry_run": dry_run}
     if if_version is not None:
         question["if_version"] = if_version
@@ -105,10 +105,6 @@ def _watch(number: int, name: str, folder: Path | None, as_json: bool) -> None:
     typer.echo(json.dumps(answer) if as_json else answer["verdict_text"])
     if answer["verdict"]["outcome"] == "worse":
         raise typer.Exit(1)
-
-
-def _one_engine(engine: str | None, folder: Path | None) -> str:
-    return only_engine(ask_engines("status", {}, engine, folder), "--to").engine
 
 
 def _ask(verb: str, question: dict[str, Any], name: str, folder: Path | None) -> dict[str, Any]:

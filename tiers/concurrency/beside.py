@@ -180,15 +180,12 @@ def _end_with(parent: int, engine: socket.socket) -> None:
 
 
 def copy_into(process: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy from addresses here to addresses there, so many bytes each. Raises OSError, also where
-    the system has no such call."""
+    """Copy from addresses here to addresses there, so many bytes each. Raises OSError."""
     # As `struct iovec`, of which an object each would take ten times as long, under the lock.
     sources = array("Q", [part for start, _, size in pieces for part in (start, size)])
     targets = array("Q", [part for _, there, size in pieces for part in (there, size)])
     here, there = (ctypes.c_void_p(ranges.buffer_info()[0]) for ranges in (sources, targets))
-    write = getattr(_libc, "process_vm_writev", None)
-    if write is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    write = _libc.process_vm_writev
     write.restype = ctypes.c_ssize_t
     done = write(process, here, len(pieces), there, len(pieces), 0)
     if done != sum(size for _, _, size in pieces):

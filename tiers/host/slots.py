@@ -190,7 +190,8 @@ class SlotPool:
     def beyond(self, most: int) -> list[int]:
         """Some slots beyond the end that are in use yet, `most` at most; each time others, as far
         as there are."""
-        found = [slot for slot in self._some_waiting(most) if self._refs[slot]]
+        waiting = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+        found = [slot for slot in waiting if self._refs[slot]]
         for slot in range(self._looked, min(self._looked + LOOKS, len(self._refs))):
             if len(found) >= most:
                 break
@@ -199,9 +200,6 @@ class SlotPool:
                 found.append(slot)
         self._waiting.extend(found)
         return found
-
-    def _some_waiting(self, most: int) -> list[int]:
-        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
     @property
     def is_searching(self) -> bool:
