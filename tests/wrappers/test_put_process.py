@@ -18,6 +18,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -43,6 +44,8 @@ from tests.support.topologies import wait_until
 from tiers.concurrency import beside
 from tiers.concurrency.beside import send
 from tiers.concurrency.executors import in_background
+from tiers.connector.worker import checksums
+from tiers.connector.worker.checksums import Checksums
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
@@ -884,6 +887,20 @@ def shown(engine: ReplayEngine) -> tuple[str, float]:
     return STATES[int(measured(engine, STATE, "disk"))], measured(engine, "writes_up", "disk")
 
 
+def asker(engine: ReplayEngine) -> Callable[[Callable[[], bool]], None]:
+    """Asks for one prompt after another, all of which it answers rightly, until something is so."""
+    asked = itertools.count()
+
+    def ask_until(is_over: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not is_over():
+            assert time.monotonic() < until, "it never is"
+            prompt = [next(asked)] * 40
+            assert engine.generate(prompt, 2).output == answer(MODEL, prompt, 2)
+
+    return ask_until
+
+
 @pytest.mark.fault
 def test_metrics_say_that_the_engine_puts_what_a_process_was_to_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -904,13 +921,7 @@ def test_metrics_say_that_a_put_hangs_until_another_process_puts(tmp_path: Path)
     """Meanwhile answers are right, and the other tier stores all."""
     tiers = cpu(400), disk(tmp_path / "kv", "4MiB", store_process="always", deadline="1s")
     with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=40)) as engine:
-        asked = itertools.count()
-
-        def ask_until(is_over: Callable[[], bool]) -> None:
-            while not is_over():
-                prompt = [next(asked)] * 40
-                assert engine.generate(prompt, 2).output == answer(MODEL, prompt, 2)
-
+        ask_until = asker(engine)
         worker: Any = engine.workers[0]
         store: PutsApart = worker.connector.children[1]._store.now()
         wait_until(lambda: store._process is None or store._process.has_answered())
@@ -924,6 +935,28 @@ def test_metrics_say_that_a_put_hangs_until_another_process_puts(tmp_path: Path)
         assert measured(engine, "store_failures", "cpu") == 0
         before = measured(engine, "stored_blocks", "disk")
         ask_until(lambda: measured(engine, "stored_blocks", "disk") > before)
+
+
+@pytest.mark.fault
+def test_metrics_say_that_the_engine_computes_checksums_until_another_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "AGAIN_SECONDS", 1.0)
+    tiers = cpu(400), disk(tmp_path / "kv", "4MiB", store_process="always")
+    with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=40)) as engine:
+        ask_until = asker(engine)
+        worker: Any = engine.workers[0]
+        computed: Checksums = worker.connector.children[1]._host._checksums
+        ask_until(lambda: computed._pause == 1)
+        first = computed._process
+        assert first is not None
+        os.kill(first.number, signal.SIGKILL)
+        ask_until(lambda: shown(engine) == ("degraded", 1))
+        state, why = scheduler_of(engine, 1).condition()
+        assert state == "degraded" and "checksums are computed by the engine's process" in why
+        ask_until(lambda: shown(engine) == ("open", 1))
+        assert computed._process not in (None, first)
+        assert measured(engine, "store_failures", "disk") == 0
 
 
 @pytest.mark.parametrize("has_device", [True, False])

@@ -4,6 +4,8 @@ any tier."""
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -19,6 +21,8 @@ from tiers.host.slot_memory import SlotMemory
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
+AGAIN_SECONDS = 60.0
+"""After so long another process follows one that has served and is gone."""
 
 
 class Checksums:
@@ -37,6 +41,10 @@ class Checksums:
         self._thread = io_executor(1, "checksum")
         self._is_apart = False
         self._process: DigestProcess | None = None
+        self._pause = self._again = math.inf
+        """How long after this process, and when, another begins."""
+        self.computed_here = ""
+        """Why no process computes them that was to; empty: all is well."""
 
     def bind(self, cpus: frozenset[int]) -> None:
         """Compute on these processors alone; see `numa.bind`."""
@@ -59,8 +67,10 @@ class Checksums:
         why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
         if process is not None:
             why = process.kill() or why
+        self._again, self._pause = time.monotonic() + self._pause, math.inf
         line = "checksums are computed by the engine's process (store_process), since another can't"
-        logger.warning("%s (%s)", line, why)
+        self.computed_here = f"{line} ({why})"
+        logger.warning("%s", self.computed_here)
 
     def begin(self, slots: Sequence[int], gather: Copy) -> None:
         """Compute the checksums of these slots, once they are gathered. Does not wait."""
@@ -94,9 +104,14 @@ class Checksums:
 
     def _digests(self, slots: Sequence[int]) -> list[bytes]:
         memory = self._memory()
+        if time.monotonic() > self._again:
+            self._is_apart, self._again = False, math.inf
+            self._begin_process()
         if (process := self._process) is not None and process.is_ready():
             try:
-                return process.digests(map(memory.address, slots))
+                found = process.digests(map(memory.address, slots))
+                self._pause, self.computed_here = AGAIN_SECONDS, ""
+                return found
             except Exception as error:  # noqa: BLE001 - its next answer may be to another question
                 self._lose(error)
         return [digest(memory.payload(slot)) for slot in slots]

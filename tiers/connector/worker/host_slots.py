@@ -100,6 +100,10 @@ class HostSlots:
         if self._checksums is not None:
             self._checksums.compute_apart()
 
+    def checksums_here(self) -> str:
+        """Why none does that was to; empty: all is well."""
+        return "" if self._checksums is None else self._checksums.computed_here
+
     def _allocate(self, pin: bool) -> SlotMemory:
         """Allocate the slots, or fewer if memory is short; the handshake reports the shortage."""
         before, why = self._size, ""

@@ -519,7 +519,9 @@ class OffloadingWorker(WorkerConnector):
                 merge(self._measures, {name: total - self._totals.get(name, 0)})
             self._totals = totals
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
-        health = HEALTHY if self._store is None else self._store.health
+        health = HEALTHY
+        if self._store is not None:
+            health = warned(self._host.checksums_here(), self._store.health)
         health = warned(self._host.copier_warning(), health)
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
