@@ -959,6 +959,19 @@ def test_metrics_say_that_the_engine_computes_checksums_until_another_process_do
         assert measured(engine, "store_failures", "disk") == 0
 
 
+def test_no_process_computes_checksums_for_a_tier_that_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    tiers = cpu(12), disk(tmp_path / "kv", store_process="always")
+    with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=20)) as engine:
+        engine.generate([1] * 40, 2)
+        engine.settle()
+        assert shown(engine)[0] == "refused"
+        worker: Any = engine.workers[0]
+        computed = worker.connector.children[1]._host._checksums
+        computed._thread.submit(bool).result()  # behind what was begun
+        assert computed._process is None
+
+
 @pytest.mark.parametrize("has_device", [True, False])
 def test_on_a_device_another_process_stores(has_device: bool, tmp_path: Path) -> None:
     for how, apart in {"auto": has_device, "always": True, "never": False}.items():

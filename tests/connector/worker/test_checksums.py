@@ -172,3 +172,4 @@ def test_it_ends_with_the_worker(memory: SlotMemory) -> None:
     process = number(made)
     made.close()
     assert not is_there(process)
+    made.compute_apart()  # as for a tier that opens late

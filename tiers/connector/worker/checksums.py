@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 
 from spec.errors import describe_error
 from tiers.block import digest
@@ -52,7 +53,8 @@ class Checksums:
 
     def compute_apart(self) -> None:
         """Have a process compute them, as soon as it can (see `host.digests`). Does not wait."""
-        self._thread.submit(self._begin_process)
+        with suppress(RuntimeError):  # closed, while a tier opened
+            self._thread.submit(self._begin_process)
 
     def _begin_process(self) -> None:
         if not self._is_apart:  # each tier asks for it

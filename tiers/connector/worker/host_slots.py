@@ -93,7 +93,10 @@ class HostSlots:
     def keep_checksums(self) -> None:
         """From now on compute a checksum of each block that is gathered. Called before the first
         gather, by each tier that asks for them."""
-        self._checksums = self._checksums or Checksums(lambda: self.memory)
+        if self._checksums is None:
+            self._checksums = Checksums(lambda: self.memory)
+            if self._copier is not None:  # of a tier that was added
+                self._checksums.bind(self._copier.cpus)
 
     def checksum_apart(self) -> None:
         """Have a process beside this one compute them, for tiers whose puts another does, too."""

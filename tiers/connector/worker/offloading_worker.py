@@ -283,9 +283,10 @@ class OffloadingWorker(WorkerConnector):
                 self._loading.open()
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 with bound(self._host.copier.cpus):  # a store's threads touch the host pool
-                    if apart := spec.stores_apart(has_gpu=self._host.copier.pin):
-                        self._host.checksum_apart()
+                    apart = spec.stores_apart(has_gpu=self._host.copier.pin)
                     store = open_guarded(spec, site, puts_apart=apart)
+                if apart:
+                    self._host.checksum_apart()
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
