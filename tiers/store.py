@@ -357,15 +357,12 @@ class Waiting:
         self._token: Token[Callable[[], float]] | None = None
 
     def __enter__(self) -> Waiting:
-        self._token = _waits.set(self._seconds)
+        self._token = _waits.set(lambda: min(self._left(), self._around()))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:
             _waits.reset(self._token)
-
-    def _seconds(self) -> float:
-        return min(self._left(), self._around())
 
     @property
     def is_over_around(self) -> bool:

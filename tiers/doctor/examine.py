@@ -50,24 +50,20 @@ def examine(
     if chain is not None and chain.control is not None:
         checks.append(_check("control", partial(_examine_control, chain.control), seconds))
     checks.append(_check("plugins", examine_plugins, PLUGIN_SECONDS))
+    hangs = DoctorFinding(
+        "error",
+        f"its place did not answer within {seconds:g} s, or ended the process that asked it",
+        "see what hangs there: a mount, a device, a server",
+        "nothing for the engine, which would serve without the tier",
+    )
     for tier in () if chain is None else chain.tiers:
-        ask = partial(_examine_tier, tier)
-        checks += [Check(tier.tier_name, ask, _hangs(seconds), seconds)]
+        checks += [Check(tier.tier_name, partial(_examine_tier, tier), hangs, seconds)]
     return sorted(run(checks), key=lambda found: GRAVITIES.index(found.finding.gravity))
 
 
 def _check(about: str, findings: Callable[[], Iterator[DoctorFinding]], seconds: float) -> Check:
     silent = DoctorFinding("can't tell", f"the rest: the check did not end within {seconds:g} s")
     return Check(about, findings, silent, seconds)
-
-
-def _hangs(seconds: float) -> DoctorFinding:
-    return DoctorFinding(
-        "error",
-        f"its place did not answer within {seconds:g} s, or ended the process that asked it",
-        "see what hangs there: a mount, a device, a server",
-        "nothing for the engine, which would serve without the tier",
-    )
 
 
 def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:

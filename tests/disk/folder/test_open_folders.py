@@ -102,7 +102,7 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
 def test_a_folder_where_an_engine_listens(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener, short_path(tmp_path / "engine-1.sock") as short:
         listener.bind(short)
-    refused(tmp_path, "engine-1.sock is an engine's, .* name a folder of the tier's own")
+    refused(tmp_path, "engine-1.sock is an engine's, .*; remove it .* folder of the tier's own")
     assert [file.name for file in tmp_path.iterdir()] == ["engine-1.sock"]
 
 

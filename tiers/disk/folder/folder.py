@@ -166,7 +166,8 @@ class Folder:
             )
         for socket in self.path.glob("*.sock"):
             raise TierUnusable(
-                f"{socket} is an engine's, which listens there; name a folder of the tier's own"
+                f"{socket} is an engine's, which listens there or was killed; remove it in that "
+                "case, else name a folder of the tier's own"
             )
         self._check_files()
 
