@@ -41,6 +41,8 @@ depend on all of a prompt. `refused`: kvtiers refuses it at start, for the reaso
 attention on the CPU needs a processor with AMX: on others vLLM does not look at what a connector
 has loaded. On the CPU vLLM 0.32 computes a request without an adapter as one that has the last
 adapter, where a batch has both, and keeps that KV for others, as kvtiers does; so do not mix them.
+With `--enforce-eager`, bfloat16 and AMX its worker ends (exit code -4) where the first step of all
+computes one token: of a prompt of one, or of one that a tier has whole. Ask for a longer one first.
 
 `make compatibility` fills the table of the installed version, and `make compatibility VLLM=FILE`
 that of another: FILE is a CPU wheel, or a source archive, whose Python then runs over the installed
