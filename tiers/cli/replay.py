@@ -31,7 +31,11 @@ if TYPE_CHECKING:
     from tiers.tuning.report import Report
 
 Profile = Annotated[
-    Path, typer.Option(help="The machine's YAML or JSON: rates, KV sizes, each tier's link.")
+    Path | None,
+    typer.Option(
+        help="The machine's YAML or JSON: rates, KV sizes, each tier's link. Needed; kvtiers bench "
+        "tiers makes one."
+    ),
 ]
 Warm = Annotated[float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")]
 Real = Annotated[
@@ -55,7 +59,7 @@ Folder = Annotated[
 def replay(
     trace: TraceFile,
     chain_file: Annotated[Path, CHAIN],
-    profile: Profile,
+    profile: Profile = None,
     real: Real = False,
     warm: Warm = 0.0,
     requests: Most = None,
@@ -70,6 +74,9 @@ def replay(
     \b
     kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json
     """
+    if profile is None:
+        make = f"kvtiers bench tiers --chain {chain_file} --save FILE"
+        raise refused(f"--profile FILE is missing, which has the machine's rates; make it: {make}")
     check_places(json_file=json_file, keep=[trace, chain_file, profile])
     check_folder(folder)
     from spec.load import load_chain
