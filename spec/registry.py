@@ -81,6 +81,9 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
         raise broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")
     if isinstance(spec.identity, str):
         raise broken(entry, f"its identity is a text; write ({spec.identity!r},)")
+    if isinstance(spec.identity, property):
+        line = "its identity is a property; write it as one of the class: identity = (...)"
+        raise broken(entry, line)
     for field in spec.identity:
         if field not in spec.model_fields:
             raise broken(entry, f"its identity has {field!r}, which is none of its fields")

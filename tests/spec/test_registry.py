@@ -212,6 +212,10 @@ def checked(error: str) -> str:
         (checked("SystemExit(1)"), "making its settings raised SystemExit: 1"),
         (BROKEN + "    identity = ('rails', 'reels')", "identity has 'reels', which is none of"),
         (BROKEN + "    identity = 'reel'", "identity is a text; write ('reel',)"),
+        (
+            BROKEN + "    @property\n    def identity(self): return ('reel',)",
+            "identity is a property; write it as one of the class: identity = (...)",
+        ),
         (BROKEN + "    identity = 7", "TypeError"),
         (
             BROKEN + "    @property\n    def host_local(self): return self.no",
