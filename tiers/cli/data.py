@@ -439,12 +439,8 @@ def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
             whose = one_line(f"{note.model}, vLLM {note.engine}, {layout}{rank}{salted}, {whose}")
         yield f"  {whose}"
         size = f"{group.blocks:,} blocks of {group.payload_bytes:,} B, {format_size(group.bytes)}"
-        yield f"    {size}{_ages(group)}"
+        if group.used is not None:
+            first, last = (span(max(0.0, time.time() - moment)) for moment in group.used)
+            size += f", last used {last} ago, the oldest {first}"
+        yield f"    {size}"
         yield f"    {group.standing}: {group.why}"
-
-
-def _ages(group: Group) -> str:
-    if group.used is None:
-        return ""
-    first, last = (span(max(0.0, time.time() - moment)) for moment in group.used)
-    return f", last used {last} ago, the oldest {first}"

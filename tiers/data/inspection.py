@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,7 +54,9 @@ def inspect_tier(records: StoredRecords, is_encrypted: bool) -> Inspection:
     # After the list: an engine notes its namespace before it stores, and has gone after that.
     others, notes = records.others(), noted(records)
     for group in found.values():
-        group.note = _of_group(group, notes)
+        # Its note, if just one namespace with a note begins so.
+        fitting = [note for space, note in notes.items() if space.startswith(group.namespace)]
+        group.note = fitting[0] if len(fitting) == 1 else None
         group.standing, group.why = judge(group, others, is_encrypted)
     return Inspection(sorted(found.values(), key=lambda group: -group.bytes), others)
 
@@ -64,12 +65,6 @@ def noted(records: StoredRecords) -> dict[bytes, NamespaceNote]:
     """The notes of namespaces that this version can read."""
     read = {space: read_note(text) for space, text in records.notes().items()}
     return {space: note for space, note in read.items() if note is not None}
-
-
-def _of_group(group: Group, notes: Mapping[bytes, NamespaceNote]) -> NamespaceNote | None:
-    """Its note, if just one namespace with a note begins so."""
-    fitting = [note for space, note in notes.items() if space.startswith(group.namespace)]
-    return fitting[0] if len(fitting) == 1 else None
 
 
 def judge(group: Group, others: bool | None, is_encrypted: bool) -> tuple[Standing, str]:
