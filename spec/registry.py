@@ -82,8 +82,7 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
     if isinstance(spec.identity, str):
         raise broken(entry, f"its identity is a text; write ({spec.identity!r},)")
     if isinstance(spec.identity, property):
-        line = "its identity is a property; write it as one of the class: identity = (...)"
-        raise broken(entry, line)
+        raise broken(entry, "its identity is a property; write it in the class: identity = (...)")
     for field in spec.identity:
         if field not in spec.model_fields:
             raise broken(entry, f"its identity has {field!r}, which is none of its fields")

@@ -214,7 +214,7 @@ def checked(error: str) -> str:
         (BROKEN + "    identity = 'reel'", "identity is a text; write ('reel',)"),
         (
             BROKEN + "    @property\n    def identity(self): return ('reel',)",
-            "identity is a property; write it as one of the class: identity = (...)",
+            "identity is a property; write it in the class: identity = (...)",
         ),
         (BROKEN + "    identity = 7", "TypeError"),
         (

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
     from tiers.tuning.report import Report
 
 Profile = Annotated[
-    Path | None,
-    typer.Option(
-        help="The machine's YAML or JSON: rates, KV sizes, each tier's link. Needed; kvtiers bench "
-        "tiers makes one."
-    ),
+    Path | None, typer.Option(help="The machine's YAML or JSON, which kvtiers bench tiers makes.")
 ]
 Warm = Annotated[float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")]
 Real = Annotated[
