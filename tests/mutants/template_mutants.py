@@ -540,6 +540,25 @@ MUTANTS = (
     ),
     STORE.but(
         "leaks",
+        "a child process stays",
+        SELF,
+        SELF + "        import subprocess\n        subprocess.Popen(['sleep', '30'])\n",
+    ),
+    STORE.but(
+        "leaks",
+        "a get of another length leaves a file open",
+        "            return False\n" + FILL,
+        "            __import__('os').open(self._path, 0)\n            return False\n" + FILL,
+    ),
+    STORE.but(
+        "leaks",
+        "a lock for each key that is asked for stays",
+        HAS,
+        "        self._locks = getattr(self, '_locks', {})\n        for key in keys:\n            self._locks.setdefault(key, threading.Lock())\n"
+        + HAS,
+    ),
+    STORE.but(
+        "leaks",
         "a connection stays",
         SELF,
         SELF

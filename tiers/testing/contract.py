@@ -20,7 +20,7 @@ from tiers.errors import TierUnavailable, TierUnusable
 from tiers.store import Clear, Damages, LocalIndex, Measured, Resizable, TierStore, Touch
 from tiers.testing.eviction_tests import EvictionTests
 from tiers.testing.harness import Memory, at_once, listed, make_key
-from tiers.testing.memory_tests import MemoryTests
+from tiers.testing.memory_tests import ROUNDS, MemoryTests, check_left, counted
 from tiers.testing.prefix_tests import PrefixTests
 from tiers.testing.scale_tests import ScaleTests
 from tiers.testing.time_tests import TimeTests
@@ -189,6 +189,10 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
                 memory = Memory([key], payload_bytes)
                 assert list(other.get(memory.blocks)) == [False]
                 memory.check_canaries()
+                before = counted()
+                for _ in range(ROUNDS):
+                    other.get(memory.blocks)
+                check_left(before, "misses of another length")
 
     def test_many_threads_at_once(self) -> None:
         kept, dropped = ([make_key() for _ in range(12)] for _ in range(2))

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +24,8 @@ LATE = 0.05
 """Seconds after a call in which it must not touch the caller's memory any more."""
 REST = 0.1
 """Seconds in which nothing ends, where nothing is about to."""
-_ROUNDS, _PHASES = 4, 4
-_BLOCKS = 32
+ROUNDS, _PHASES = 4, 4
+_BLOCKS, _ASKED = 32, 4096
 _PATTERN = 0x5C
 FORK_SECONDS = 20.0
 
@@ -54,20 +55,20 @@ class MemoryTests(StoreUnderTest):
 
     def test_nothing_is_left_behind(self) -> None:
         self._round()
-        before = _counted()
+        before = counted()
         self._check_memory(self._round, "closed stores")
-        _check_left(before, "closed stores")
+        check_left(before, "closed stores")
 
     def test_a_place_that_was_closed_is_let_go(self) -> None:
         """Also what all stores of one place share in this process."""
         with TemporaryDirectory() as folder:
-            for number in range(_ROUNDS + 1):
+            for number in range(ROUNDS + 1):
                 place = Path(folder, str(number))
                 place.mkdir(0o700)
                 self._open_at(place)
                 if not number:
-                    before = _counted()
-        _check_left(before, "places that were closed")
+                    before = counted()
+        check_left(before, "places that were closed")
 
     def _open_at(self, place: Path) -> None:
         """Use the store that the spec's `scratch` leads to, and close it."""
@@ -97,18 +98,33 @@ class MemoryTests(StoreUnderTest):
         listed(store.has(keys))
         store.drop(keys)
 
+    def test_keys_that_are_asked_for_are_not_kept(self) -> None:
+        """Nor is a lock for each. What is kept of the last ones has a bound."""
+        tracemalloc.start()
+        try:
+            with self.opened() as store:
+                for _ in range(4 * _PHASES):
+                    before = tracemalloc.get_traced_memory()[0]
+                    listed(store.has([make_key() for _ in range(_ASKED)]))
+                    more = tracemalloc.get_traced_memory()[0] - before
+                    if more < 32 * _ASKED:  # a key alone takes 80 bytes
+                        return
+        finally:
+            tracemalloc.stop()
+        raise AssertionError(f"{more >> 10} KiB are left of {_ASKED} keys that has did not find")
+
     def _check_memory(self, work: Callable[[], None], of: str) -> None:
         """Do the work some times. What leaks grows again and again, what is kept for reuse once."""
-        most = _ROUNDS * _BLOCKS * self.payload_bytes // 2
+        most = ROUNDS * _BLOCKS * self.payload_bytes // 2
         for _ in range(_PHASES):
             before = own_bytes()
-            for _ in range(_ROUNDS):
+            for _ in range(ROUNDS):
                 work()
             more = own_bytes() - before
             if more <= most:
                 return
             gc.collect()
-        raise AssertionError(f"{more >> 10} KiB of memory are left of {_ROUNDS} times {of}")
+        raise AssertionError(f"{more >> 10} KiB of memory are left of {ROUNDS} times {of}")
 
     def test_it_serves_on_after_a_fork(self) -> None:
         """The child uses no store of its parent's. One that it opens is right, or refuses."""
@@ -162,28 +178,25 @@ def _end_of(child: int) -> int | None:
         time.sleep(0.002)
 
 
-def _at_rest(count: Callable[[], int]) -> int:
+_COUNTS = {"files, connections or children": open_files, "threads": threading.active_count}
+
+
+def counted() -> dict[str, int]:
     """What is counted once it falls no more: what a store closed may take a moment to end."""
-    until, least = time.monotonic() + REST, count()
+    until, least = time.monotonic() + REST, {what: count() for what, count in _COUNTS.items()}
     while time.monotonic() < until:
         time.sleep(0.01)
-        if (now := count()) < least:
-            until, least = time.monotonic() + REST, now
+        for what, count in _COUNTS.items():
+            if (now := count()) < least[what]:
+                until, least[what] = time.monotonic() + REST, now
     return least
 
 
-_COUNTS = {"files or connections": open_files, "threads": threading.active_count}
-
-
-def _counted() -> dict[str, int]:
-    return {what: _at_rest(count) for what, count in _COUNTS.items()}
-
-
-def _check_left(before: Mapping[str, int], of: str) -> None:
+def check_left(before: Mapping[str, int], of: str) -> None:
     """Fewer are left than the rounds since. A thread or a file may take a moment to end."""
     for what, count in _COUNTS.items():
         until = time.monotonic() + 2.0
-        while (more := count() - before[what]) >= _ROUNDS and time.monotonic() < until:
+        while (more := count() - before[what]) >= ROUNDS and time.monotonic() < until:
             gc.collect()
             time.sleep(0.01)
-        assert more < _ROUNDS, f"{more} {what} are left of {of}"
+        assert more < ROUNDS, f"{more} {what} are left of {of}"
