@@ -190,7 +190,7 @@ def test_a_full_and_a_read_only_file_system(mounted: Callable[..., Path]) -> Non
     assert any("full" in text or "No space" in text for text in findings(full / "kv")["error"])
     small = mounted("-t", "tmpfs", "-o", "size=6m", "none")
     (error,) = findings(small / "kv")["error"]
-    assert "6MiB left, and the index needs 8MiB" in error, "it is not full, it is empty"
+    assert "6MiB left, the index needs 8MiB" in error, "it is not full, it is empty"
     closed = mounted("-t", "tmpfs", "-o", "ro", "none")
     (error,) = findings(closed / "kv")["error"]
     assert "can't be written: Read-only file system" in error

@@ -71,8 +71,7 @@ def replay(
     kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json
     """
     if profile is None:
-        make = f"kvtiers bench tiers --chain {chain_file} --save FILE"
-        raise refused(f"--profile FILE is missing, which has the machine's rates; make it: {make}")
+        raise refused(f"no profile; make it: kvtiers bench tiers --chain {chain_file} --save FILE")
     check_places(json_file=json_file, keep=[trace, chain_file, profile])
     check_folder(folder)
     from spec.load import load_chain

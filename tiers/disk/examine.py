@@ -135,9 +135,8 @@ def _room(place: Path, usage: Usage, capacity: int, ahead: int) -> Iterator[Doct
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
     if usage.used + free <= (index := INDEX_MARGIN + ahead):
-        left = f"its file system has {format_size(free)} left, and the index needs "
-        change = "make room, or name a folder on another file system"
-        yield DoctorFinding("error", left + format_size(index), change, "what is removed")
+        line = f"its file system has {format_size(free)} left, the index needs {format_size(index)}"
+        yield DoctorFinding("error", line, "make room, or name another folder", "what is removed")
     elif short := shortage(Usage(usage.blocks, usage.used, capacity), capacity, free - ahead):
         yield DoctorFinding.of_line("warning", short, "fewer hits; the tier is degraded until then")
     else:

@@ -57,7 +57,8 @@ class HostingEngine:
             "rows": repr(_row_facts(spec)),
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in spec.config.groups]),
         }
-        self._late = late_facts(config, salt, self._layers)
+        ask = self._executor.collective_rpc
+        self._late = late_facts(config, salt, lambda: {"layers": json.dumps(ask(facts_of_worker))})
         self._model = str(config.model_config.model)
         self._ranks = int(getattr(spec.config.parallel, "world_size", 1))
         tokens = math.lcm(*(group.tokens_per_block for group in spec.config.groups))
@@ -133,9 +134,6 @@ class HostingEngine:
         watch = WeightWatch(weights, ranks=1)
         watch.begin()
         return watch
-
-    def _layers(self) -> Mapping[str, str]:
-        return {"layers": json.dumps(self._executor.collective_rpc(facts_of_worker))}
 
     def _watch_calls(self, core: Any) -> None:
         """Compare the weights after each call that a client makes to the workers."""

@@ -58,16 +58,13 @@ class DirectoryTerms:
             if term:
                 os.rename(self._file(term), self._file(term + 1))
             else:
-                self._make_first()
+                with suppress(FileExistsError):
+                    os.mkdir(self._folder, 0o700)
+                    os.chmod(self._folder, self._mode)
+                fill(create(self._file(1)), [b" " * NOTE_BYTES], self._mode)
         except (FileExistsError, FileNotFoundError):  # another was first
             return False
         return self.write(term + 1, note)
-
-    def _make_first(self) -> None:
-        with suppress(FileExistsError):
-            os.mkdir(self._folder, 0o700)
-            os.chmod(self._folder, self._mode)
-        fill(create(self._file(1)), [b" " * NOTE_BYTES], self._mode)
 
     def read(self, term: int) -> bytes:
         handle = self._open(term, os.O_RDONLY)

@@ -21,9 +21,7 @@ _FILES = (
     *("unlink", "remove", "rename", "replace", "link", "truncate", "ftruncate", "scandir"),
     *("listdir", "fsync", "fdatasync", "posix_fallocate"),
 )
-_SOCKETS = (
-    *("connect", "send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg", "recvmsg_into"),
-)
+_SOCKETS = ("connect", "send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg", "recvmsg_into")
 _PLACES: tuple[tuple[object, str], ...] = (
     (builtins, "open"),
     (io, "open"),
@@ -103,8 +101,7 @@ def failing_writes() -> Iterator[None]:
 
 
 def open_files() -> int:
-    """File descriptors of this process, sockets too, and its child processes, ended ones too that
-    nobody waited for; 0 where that is not known."""
+    """File descriptors and children of this process; 0 where that is not known."""
     with suppress(OSError):
         children = map(Path.read_bytes, Path("/proc/self/task").glob("*/children"))
         return len(os.listdir("/proc/self/fd")) + len(b" ".join(children).split())

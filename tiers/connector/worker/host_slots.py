@@ -286,7 +286,9 @@ class HostSlots:
         waits a moment for them. Called by the engine's thread.
         """
         if self._namespace is None:
-            late = self._late_facts(MOMENT if may_wait and self._began is None else 0.0)
+            seconds = MOMENT if may_wait and self._began is None else 0.0
+            late_facts = self.engine.late_facts
+            late = {} if late_facts is None else late_facts.known(seconds)
             if late is None:
                 self._log_wait()
                 return None
@@ -299,17 +301,18 @@ class HostSlots:
             engine = self.engine
             size = engine.block_tokens, self.payload_bytes
             self._note = describe(facts, engine.model, *size, rank, engine.world_size)
-            self._log_known()
+            if self._began is not None and self.engine.rank == 0:
+                logger.info(
+                    "the tiers that others share join now, %.1f s after the engine's memory was "
+                    "there",
+                    time.monotonic() - self._began,
+                )
         return self._handshake(self._namespace)
 
     def _handshake(self, space: bytes) -> WorkerHandshake:
         rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
         size, weights = self.payload_bytes, self._weights
         return WorkerHandshake(rank, space, size, host, slots, weights=weights)
-
-    def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
-        late = self.engine.late_facts
-        return {} if late is None else late.known(seconds)
 
     def _log_wait(self) -> None:
         if self._began is None:
@@ -319,13 +322,6 @@ class HostSlots:
                     "the model's weights are being identified, beside the engine's work. Until "
                     "that is done, nothing is stored in, or loaded from, tiers that others share"
                 )
-
-    def _log_known(self) -> None:
-        if self._began is not None and self.engine.rank == 0:
-            logger.info(
-                "the tiers that others share join now, %.1f s after the engine's memory was there",
-                time.monotonic() - self._began,
-            )
 
     def gather(self, items: Sequence[StoreItem]) -> Gather | None:
         """Begin to gather the items that have a source into their slots; None: none has."""
