@@ -93,9 +93,8 @@ capacity, so that no process finds the map outgrown by one that was given more."
 READERS_CHECKED_S = 60.0
 
 LEAST_AHEAD, MOST_AHEAD = 2 << 20, 32 << 20
-"""Bytes of disk that the index has to grow, as many as it is long, within these: where other
-programs fill the disk, an eviction is still committed. While all blocks were replaced it grew by a
-third to a half, and by 1.3 MiB where it was small."""
+"""Bytes of disk that the index has to grow, as many as it is long: on a disk that others filled an
+eviction is still committed. While all blocks were replaced it grew by half, or by 1.3 MiB."""
 
 WAIT_S = 1.0
 """How long a write waits for others while none of them commits. Beside healthy processes one edit
@@ -407,9 +406,8 @@ class Index:
         return True
 
     def keep_pages(self) -> None:
-        """Remove dead processes from LMDB's table of readers, every minute and when the file grew:
-        pages that they were reading are never used again otherwise. And have space allocated to
-        grow. Takes microseconds."""
+        """Every minute, and when the file grew: remove dead readers, whose pages are never used
+        again otherwise, and have space allocated to grow. Takes microseconds."""
         pages, now = self._env.info()["last_pgno"], time.monotonic()
         if pages > self._pages or now > self._checked + READERS_CHECKED_S:
             self._pages, self._checked = pages, now
