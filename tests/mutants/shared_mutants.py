@@ -411,6 +411,9 @@ MUTANTS = (
         survives="each is a few bytes, and the newest counts",
     ),
     LEFT.but(
-        "lease", "its folder is one user's", "            os.chmod(self._folder, self._mode)\n", ""
+        "lease",
+        "its folder is one user's",
+        "                    os.chmod(self._folder, self._mode)\n",
+        "",
     ),
 )
