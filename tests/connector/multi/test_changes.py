@@ -106,6 +106,22 @@ def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
         assert len(engine.connector.children) == 2, "it has its place again"  # type: ignore[union-attr]
 
 
+def test_the_process_of_checksums_leaves_with_the_last_tier_that_asks_for_it(
+    tmp_path: Path,
+) -> None:
+    a, b = both(tmp_path, store_process="always")
+    with running(chain_of(a)) as engine:
+        served(engine, PROMPT)
+        assert not change(engine, chain_of(a, b)).why
+        workers: Any = engine.workers
+        computed = [worker.connector.children[0]._host._checksums for worker in workers]
+        wait_until(lambda: all(one._process is not None for one in computed))
+        assert not change(engine, chain_of(a)).why
+        wait_until(lambda: all(one._process is None for one in computed))
+        assert not change(engine, chain_of(a, b)).why
+        wait_until(lambda: all(one._process is not None for one in computed))
+
+
 def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:
     a, b = both(tmp_path)
     with running(chain_of({**a, "paused": "reads"}, b), ranks=1) as engine:

@@ -99,6 +99,12 @@ def test_each_tier_may_ask_for_one_process(apart: Checksums, memory: SlotMemory)
     first = number(apart)
     apart.compute_apart()
     assert found(apart, [3]) == expected(memory, [3]) and number(apart) == first
+    apart.compute_apart(-1)
+    assert found(apart, [3]) == expected(memory, [3]) and number(apart) == first
+    apart.compute_apart(-1)
+    assert found(apart, [3]) == expected(memory, [3]) and not is_there(first)
+    apart.compute_apart()
+    assert found(apart, [3]) == expected(memory, [3]) and number(apart) != first
 
 
 @pytest.mark.fault

@@ -40,7 +40,8 @@ class Checksums:
         self._in_flight: dict[int, Future[None]] = {}
         self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
         self._thread = io_executor(1, "checksum")
-        self._is_apart = False
+        self._asking = 0
+        """Tiers that ask for a process."""
         self._process: DigestProcess | None = None
         self._pause = self._again = math.inf
         """How long after this process, and when, another begins."""
@@ -51,18 +52,31 @@ class Checksums:
         """Compute on these processors alone; see `numa.bind`."""
         self._thread.bind(cpus)
 
-    def compute_apart(self) -> None:
-        """Have a process compute them, as soon as it can (see `host.digests`). Does not wait."""
+    def compute_apart(self, more: int = 1) -> None:
+        """Have a process compute them, as soon as it can (see `host.digests`), for one more tier;
+        -1: for one less. Does not wait."""
         with suppress(RuntimeError):  # closed, while a tier opened
-            self._thread.submit(self._begin_process)
+            self._thread.submit(self._ask, more)
+
+    def _ask(self, more: int) -> None:
+        self._asking += more
+        if not self._asking:
+            self._end_process()
+        elif self._asking == more:
+            self._begin_process()
 
     def _begin_process(self) -> None:
-        if not self._is_apart:  # each tier asks for it
-            self._is_apart = True
-            try:
-                self._process = DigestProcess(self._memory().payload_bytes)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-                self._lose(error)
+        self._again = math.inf
+        try:
+            self._process = DigestProcess(self._memory().payload_bytes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self._lose(error)
+
+    def _end_process(self) -> None:
+        self._again, self.computed_here = math.inf, ""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _lose(self, error: Exception) -> None:
         process, self._process = self._process, None
@@ -107,7 +121,6 @@ class Checksums:
     def _digests(self, slots: Sequence[int]) -> list[bytes]:
         memory = self._memory()
         if time.monotonic() > self._again:
-            self._is_apart, self._again = False, math.inf
             self._begin_process()
         if (process := self._process) is not None and process.is_ready():
             try:
@@ -127,5 +140,4 @@ class Checksums:
     def close(self) -> None:
         """End the thread and the process; nobody asks any more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._process is not None:
-            self._process.close()
+        self._end_process()

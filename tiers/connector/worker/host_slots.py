@@ -98,10 +98,11 @@ class HostSlots:
             if self._copier is not None:  # of a tier that was added
                 self._checksums.bind(self._copier.cpus)
 
-    def checksum_apart(self) -> None:
-        """Have a process beside this one compute them, for tiers whose puts another does, too."""
+    def checksum_apart(self, more: int) -> None:
+        """Have a process beside this one compute them, for one more tier whose puts another does,
+        too; -1: for one less."""
         if self._checksums is not None:
-            self._checksums.compute_apart()
+            self._checksums.compute_apart(more)
 
     def checksums_here(self) -> str:
         """Why none does that was to; empty: all is well."""

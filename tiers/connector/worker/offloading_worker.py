@@ -235,7 +235,7 @@ class OffloadingWorker(WorkerConnector):
         self._handshake: WorkerHandshake | None = None
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
-        self._closed = False
+        self._closed = self._is_apart = False
         # By job, oldest first. One of `dict` would be slow to tell its first after many have gone.
         self._stores: OrderedDict[int, _Store] = OrderedDict()
         self._moves: dict[int, Future[JobResult]] = {}
@@ -285,8 +285,9 @@ class OffloadingWorker(WorkerConnector):
                 with bound(self._host.copier.cpus):  # a store's threads touch the host pool
                     apart = spec.stores_apart(has_gpu=self._host.copier.pin)
                     store = open_guarded(spec, site, puts_apart=apart)
-                if apart:
-                    self._host.checksum_apart()
+                if apart and not self._closed:
+                    self._is_apart = True
+                    self._host.checksum_apart(1)
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
@@ -557,6 +558,8 @@ class OffloadingWorker(WorkerConnector):
         self._filling.close(max(0.0, until - time.monotonic()))
         if self._store is not None:
             self._store.close(HUNG_CLOSE_SECONDS if lost else None)
+        if self._is_apart:
+            self._host.checksum_apart(-1)
 
 
 def _fence(stores: Iterable[_Store]) -> None:
