@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import islice, repeat
 
 from tiers.block import digest
-from tiers.concurrency.beside import PART_BYTES, Beside, offered, receive, send, serving
+from tiers.concurrency.beside import (
+    PART_BYTES,
+    Beside,
+    CannotServe,
+    offered,
+    receive,
+    send,
+    serving,
+)
 from tiers.host.scratch import Scratch
 from tiers.host.slots import slot_stride
 
@@ -41,7 +48,10 @@ class DigestProcess(Beside):
         """The digests of payloads here. Raises OSError, EOFError, ValueError and CannotServe, and
         more for nonsense; it is of no use then."""
         if not self._rows:
-            self._rows = self.receive()["rows"]
+            answer = self.receive()
+            if "error" in answer:
+                raise CannotServe(answer["error"])
+            self._rows = answer["rows"]
         half, first = len(self._rows) // 2, 0
         left, asked, found = iter(addresses), deque[int](), list[bytes]()
         while part := [*islice(left, half)]:
@@ -70,12 +80,15 @@ class DigestProcess(Beside):
 
 def serve(handle: int, parent: int) -> None:
     """Do what the engine's process, `parent`, asks for through this socket."""
-    with serving(handle, parent) as engine, suppress(OSError):
+    with serving(handle, parent) as engine:
         size = receive(engine)["payload_bytes"]
         stride = slot_stride(size)
         rows = range(0, 2 * max(1, PART_BYTES // size) * stride, stride)
         with Scratch(len(rows) * stride).borrow() as memory:
-            send(engine, {"rows": offered(memory, rows)})
+            try:
+                send(engine, {"rows": offered(memory, rows)})
+            except OSError as error:
+                send(engine, {"error": str(error)})
             while True:
                 first, count = receive(engine)["digest"]
                 some = rows[first : first + count]

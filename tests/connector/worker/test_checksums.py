@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -154,12 +154,29 @@ def may_not_write(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(beside, "copy_into", refused)
 
 
+def refused_there(patch: pytest.MonkeyPatch) -> None:
+    """It tries the call on itself, before the engine's process makes it: here on nobody."""
+    refuses = "import os\nos.getpid = lambda: 2**30\nserve("
+    patch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", refuses))
+
+
 @pytest.mark.fault
-@pytest.mark.parametrize("why", [no_program, ends_at_once, says_too_little, may_not_write])
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        (no_program, "/nowhere/python"),
+        (ends_at_once, "it ended with 0"),
+        (says_too_little, "it has not answered in time"),
+        (may_not_write, "its memory can't be written"),
+        (refused_there, "No such process"),
+    ],
+)
 def test_where_there_is_none_they_are_computed_here(
-    why: object, memory: SlotMemory, monkeypatch: pytest.MonkeyPatch
+    why: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+    memory: SlotMemory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert callable(why)
     why(monkeypatch)
     made, slots = Checksums(lambda: memory), range(SLOTS)
     made.compute_apart()
@@ -167,7 +184,7 @@ def test_where_there_is_none_they_are_computed_here(
         assert found(made, slots) == expected(memory, slots)
     wait_until(lambda: made._process is None or made._process.is_ready())
     assert found(made, slots) == expected(memory, slots)
-    assert made._process is None
+    assert made._process is None and said in made.computed_here
     made.close()
 
 
