@@ -46,6 +46,11 @@ def describe_error(error: BaseException) -> str:
         return type(error).__name__
 
 
+def reason_of(error: Exception) -> str:
+    """An error's text if it is ours, which says all; else its class, too."""
+    return str(error) if isinstance(error, KVTiersError) else describe_error(error)
+
+
 def one_line(text: str) -> str:
     """The text without what moves a cursor, begins a line or is no Unicode, as names may have it
     that a client, a plugin or a file chose."""

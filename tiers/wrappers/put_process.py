@@ -21,13 +21,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from operator import add
 from typing import Any
 
-from spec.errors import describe_error
+from spec.errors import describe_error, reason_of
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers import errors
 from tiers.block import address_of
 from tiers.concurrency.beside import PART_BYTES, Beside, CannotServe
-from tiers.errors import KVTiersError, RecordError, TierError, TierUnavailable
+from tiers.errors import RecordError, TierError, TierUnavailable
 from tiers.store import (
     Block,
     Counts,
@@ -126,7 +126,7 @@ class PutsApart(StoreWrapper):
         """Forget the process, which is of no use. If one has served this raises TierUnavailable:
         what the engine's never did it does not begin to do in the midst of traffic."""
         process, self._process = self._process, None
-        why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
+        why = reason_of(error)
         if process is not None:
             self._ended = _sum(self._ended, process.counts)
             why, self._before = process.kill() or why, process

@@ -1,8 +1,4 @@
-"""The process beside an engine's that puts blocks into one store (see `put_process`).
-
-It reads messages from its socket, a length and JSON, and answers each. It ends when the engine's
-process closes the socket, or ends.
-"""
+"""The process beside an engine's that puts blocks into one store (see `put_process`)."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from contextlib import ExitStack, suppress
 from itertools import chain, repeat
 from typing import Any
 
-from spec.errors import describe_error
+from spec.errors import reason_of
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers.concurrency.beside import offered, receive, send, serving
-from tiers.errors import KVTiersError, TierUnusable
+from tiers.errors import TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.slots import slot_stride
 from tiers.store import (
@@ -90,8 +86,7 @@ class _Server:
         try:
             answer = act(message)
         except Exception as error:  # noqa: BLE001 - a store's, which the guard is to hear of
-            text = str(error) if isinstance(error, KVTiersError) else describe_error(error)
-            answer = {"error": [type(error).__name__, text]}
+            answer = {"error": [type(error).__name__, reason_of(error)]}
         counts = None if self._store is None else capability(self._store, Counts)
         so_far = {} if counts is None else {"counts": counts.counts()}
         send(self._engine, {**answer, **so_far, "logs": self._lines.take()})

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from spec.errors import describe_error
+from spec.errors import reason_of
 from tiers.block import digest
 from tiers.concurrency.executors import io_executor
 from tiers.contract.block_copier import Copy
-from tiers.errors import KVTiersError
 from tiers.host.digests import DigestProcess
 from tiers.host.slot_memory import SlotMemory
 
@@ -80,7 +79,7 @@ class Checksums:
 
     def _lose(self, error: Exception) -> None:
         process, self._process = self._process, None
-        why = str(error) if isinstance(error, KVTiersError) else describe_error(error)
+        why = reason_of(error)
         if process is not None:
             why = process.kill() or why
         self._again, self._pause = time.monotonic() + self._pause, math.inf
