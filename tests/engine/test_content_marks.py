@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import UserDict
@@ -195,10 +196,25 @@ def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
     image = seen("a", RED)
     steps = marks.of(asked("1", image)).steps
     assert marks.of(asked("2", image)).steps == steps
-    known = marks._digester._known
-    wait_for(lambda: len(known) == 1)  # it is noted once the answer is there
+    assert len(marks._digester._known) == 1
     image.data = None
-    wait_for(lambda: not known)  # nor is an image kept
+    wait_for(lambda: not marks._digester._known)  # nor is an image kept
+
+
+def test_a_digest_is_kept_although_nobody_wants_it_once_it_is_there() -> None:
+    began = threading.Event()
+
+    class Late(UserDict[str, Any]):
+        def items(self) -> Any:
+            began.wait(20)
+            return super().items()
+
+    image, digester = Late(item(pixel_values=RED)), Digester()
+    digest = digester.ask(image)
+    digest.add_done_callback(lambda _: digester.drop(image))
+    began.set()
+    assert digest.result(20) is not None
+    assert len(digester._known) == 1
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)

@@ -33,7 +33,22 @@ class _Job:
         self.answer: Future[bytes | None] = Future()
         self.wanted = 0
         self.left = _bytes_of(item)
-        self.steps = _steps(item, self.answer)
+        self.digest: bytes | None = None
+        self.steps = self._steps(item)
+
+    def _steps(self, item: Any) -> Iterator[int]:
+        """Digest an item piece by piece, into `digest`; yields the bytes of each piece."""
+        digest, tensors = hashlib.sha256(), 0
+        try:
+            for piece in _pieces({name: element.data for name, element in item.items()}):
+                tensors += piece.is_first
+                digest.update(piece.data)
+                if piece.is_large:
+                    yield len(piece.data)
+        except (Unknown, AttributeError, TypeError, ValueError, RuntimeError):
+            # The item is of another shape, or has tensors without plain bytes.
+            tensors = 0
+        self.digest = digest.digest()[:MARK_BYTES] if tensors else None
 
 
 class Digester:
@@ -99,7 +114,7 @@ class Digester:
                     self._wait(job)
                     self._threads.submit(self._work)
                     return
-        self._remember(job)
+        self._finish(job)
 
     def _next(self) -> _Job | None:
         with self._lock:
@@ -109,33 +124,21 @@ class Digester:
                     return job
         return None
 
-    def _remember(self, job: _Job) -> None:
-        item, here = job.item, id(job.item)
+    def _finish(self, job: _Job) -> None:
+        """Note a digest, then answer: who has the answer and asks again finds it noted."""
         with self._lock:
-            if self._jobs.get(here) is job:
-                del self._jobs[here]
+            item, here = job.item, id(job.item)
+            if item is None:
+                return
+            del self._jobs[here]
             with suppress(TypeError):  # some kinds of objects can't be watched
                 ref = weakref.ref(item, lambda _: self._known.pop(here, None))
-                self._known[here] = ref, job.answer.result()
+                self._known[here] = ref, job.digest
+        job.answer.set_result(job.digest)
 
 
 class Unknown(KVTiersError):
     """A value that does not show the content, such as the address where it is kept."""
-
-
-def _steps(item: Any, answer: Future[bytes | None]) -> Iterator[int]:
-    """Digest an item piece by piece, and set the answer; yields the bytes of each piece."""
-    digest, tensors = hashlib.sha256(), 0
-    try:
-        for piece in _pieces({name: element.data for name, element in item.items()}):
-            tensors += piece.is_first
-            digest.update(piece.data)
-            if piece.is_large:
-                yield len(piece.data)
-    except (Unknown, AttributeError, TypeError, ValueError, RuntimeError):
-        # The item is of another shape, or has tensors without plain bytes.
-        tensors = 0
-    answer.set_result(digest.digest()[:MARK_BYTES] if tensors else None)
 
 
 def feed(digest: Any, value: Any) -> int:
