@@ -11,8 +11,10 @@ import torch
 from bench.scheduled import Output, Step
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tiers.connector.assembly import open_scheduler, open_worker
+from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
 from tiers.host.slots import slot_stride
@@ -61,8 +63,8 @@ class ChainLoads:
         room = 2 * len(table) * slot_stride(payload)
         chain = ChainSpec(version=1, load_when="always", staging=room, tiers=(tier,))
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks)
-        self._scheduler = open_scheduler(chain, engine)
-        self._worker = open_worker(chain, engine, open_copier)
+        self._scheduler = MultiScheduler(*scheduler_parts(chain, engine))
+        self._worker = MultiWorker(*worker_parts(chain, engine, open_copier))
         self._worker.register_kv_caches(paged)
         self._hashes = [n.to_bytes(32, "little") for n in range(len(table))]
         self._table = list(table)

@@ -28,8 +28,9 @@ from bench.scheduled import Output
 from bench.scheduler import HASH_BYTES, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tiers.connector.assembly import open_scheduler
+from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
+from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.remote.spec import RedisSpec
@@ -107,7 +108,9 @@ class Engine:
 
     def __init__(self, tier: OffloadingSpec, blocks: int, ranks: int, prompts: int) -> None:
         chain = ChainSpec(version=1, load_when="always", staging=1 << 26, tiers=(tier,))
-        self.chain = open_scheduler(chain, EngineInfo({}, TOKENS, TOKENS, 1, world_size=ranks))
+        self.chain = MultiScheduler(
+            *scheduler_parts(chain, EngineInfo({}, TOKENS, TOKENS, 1, world_size=ranks))
+        )
         said = {n: WorkerHandshake(n, bytes([n]) * HASH_BYTES, PAYLOAD) for n in range(ranks)}
         meta = MultiWorkerMetadata((OffloadingWorkerMetadata(handshakes=said),))
         self.chain.update_connector_output(Output(meta))

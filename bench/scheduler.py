@@ -23,8 +23,9 @@ from bench.scheduled import Output, Step, all_done
 from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext
-from tiers.connector.assembly import open_scheduler
+from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
+from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
@@ -96,7 +97,7 @@ class Halves:
         staging = 4 * blocks * slot_stride(PAYLOAD)
         chain = ChainSpec(version=1, load_when="always", staging=staging, tiers=tiers, **more)
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks=1)
-        self.chain = open_scheduler(chain, engine)
+        self.chain = MultiScheduler(*scheduler_parts(chain, engine))
         self.promote = True
         """Whether what was loaded is stored."""
         handshake = WorkerHandshake(0, NAMESPACE, PAYLOAD)

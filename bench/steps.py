@@ -30,8 +30,10 @@ from bench.report import Case
 from bench.scheduled import Output, Step
 from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.offloading import StoreContext
-from tiers.connector.assembly import open_scheduler, open_worker
+from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiWorkerMetadata
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import (
@@ -111,7 +113,7 @@ class Scheduler:
         self._now = self._spent = 0.0
         chain, spec, self._store = chain_of(size, encrypted)
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks=1, world_size=ranks)
-        self._chain = open_scheduler(chain, engine, lambda: self._now)
+        self._chain = MultiScheduler(*scheduler_parts(chain, engine, lambda: self._now))
         self._spaces = [bytes([rank]) + NAMESPACE[1:] for rank in range(ranks)]
         shakes = {r: WorkerHandshake(r, name, PAYLOAD) for r, name in enumerate(self._spaces)}
         self._hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
@@ -259,7 +261,7 @@ class Worker:
         chain, _, self._store = chain_of(size, None)
         self._size = size
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks=64, world_size=max(size.ranks))
-        self._worker = open_worker(chain, engine, open_copier)
+        self._worker = MultiWorker(*worker_parts(chain, engine, open_copier))
         self._worker.register_kv_caches({"layer": torch.zeros(64, PAYLOAD, dtype=torch.uint8)})
         self._store.goes_on.clear()
         self._jobs = self._in_flight = self._steps = 0

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.connector.live_chain import LiveChain, OpenObservers, tenant_names
-from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.multi.multi_scheduler import MultiSettings
 from tiers.connector.multi.worker_changes import ChangeParts
 from tiers.connector.observers import open_ghosts, open_recorder
 from tiers.connector.policy.request_state import RequestTable
@@ -47,24 +46,6 @@ class SchedulerParts(NamedTuple):
 
 WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, ChangeParts]
 """The parameters of a `MultiWorker`."""
-
-
-def open_scheduler(
-    chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
-) -> MultiScheduler:
-    """Make the scheduler's half of a chain. Its tiers open when the workers are known."""
-    return MultiScheduler(*scheduler_parts(chain, engine, now))
-
-
-def open_worker(
-    chain: ChainSpec,
-    engine: EngineInfo,
-    open_copier: OpenCopier,
-    root: Path = Path("/"),
-    now: Callable[[], float] = time.monotonic,
-) -> MultiWorker:
-    """Make a worker's half of a chain; see `worker_parts`."""
-    return MultiWorker(*worker_parts(chain, engine, open_copier, root, now))
 
 
 def scheduler_parts(

@@ -12,7 +12,7 @@ import torch
 from spec.load import load_chain
 from tests.support.fake_requests import BLOCKS
 from tests.support.kept import kept
-from tiers.connector.assembly import open_scheduler
+from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
@@ -371,7 +371,7 @@ def test_a_chain_does_not_take_another_chains_slots_for_its_own() -> None:
     cpu = {"type": "cpu", "capacity": "1MiB"}
     info = EngineInfo(facts={}, block_tokens=4, hash_tokens=4, num_blocks=8)
     theirs, ours = (
-        open_scheduler(load_chain({"version": 1, "tiers": tiers}), info)
+        MultiScheduler(*scheduler_parts(load_chain({"version": 1, "tiers": tiers}), info))
         for tiers in ([cpu], [cpu, disk])
     )
     said = MultiHandshakeMetadata((WorkerHandshake(0, b"", 64, slots=9),) * 2, theirs._chain)

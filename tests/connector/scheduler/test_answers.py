@@ -17,8 +17,9 @@ from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.kept import kept
 from tests.support.lookups import IndexedNames
-from tiers.connector.assembly import open_scheduler
+from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
+from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.store_uses import StoreUses
@@ -83,7 +84,7 @@ class Halves:
             ),
         )
         engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
-        self.chain = open_scheduler(spec, engine, self.clock)
+        self.chain = MultiScheduler(*scheduler_parts(spec, engine, self.clock))
         MADE.append(self)
         self.asks = 0
         if opens:

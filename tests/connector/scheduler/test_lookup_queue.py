@@ -14,7 +14,7 @@ from spec.chain import ChainSpec
 from tests.support.clock import Clock, wait_for
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
 from tiers.concurrency.executors import IDLE_WAIT
-from tiers.connector.assembly import open_scheduler
+from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
@@ -156,7 +156,7 @@ def open_chain(*stores: TierStore, clock: Clock | None = None) -> MultiScheduler
         version=1, load_when="always", staging=1 << 20, load_policy="first", tiers=tiers
     )
     engine = EngineInfo({}, 16, 16, num_blocks=1)
-    chain = open_scheduler(spec, engine, clock or Clock())
+    chain = MultiScheduler(*scheduler_parts(spec, engine, clock or Clock()))
     said = OffloadingWorkerMetadata(handshakes={0: WorkerHandshake(0, SPACE * 8, 4096)})
     meta = MultiWorkerMetadata((said,) * len(stores))
     chain.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))

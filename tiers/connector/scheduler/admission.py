@@ -146,6 +146,12 @@ class Admission:
             stored = max(STAGING_STEPS * self._step_blocks, STAGING // block_bytes)
         return min(most, max(1, int(stored)))
 
+    @property
+    def admits_all(self) -> bool:
+        """Whether no block needs to be asked for, as by default: a call for each costs time."""
+        is_plain = isinstance(self._policy, ThresholdAdmission) and self._policy.threshold == 1
+        return is_plain and self._budget is None
+
     def refuses(self, key: bytes, size: int) -> str | None:
         """Ask for a block of `size` bytes that the tier misses: once per request, and again where
         it was admitted and found no room."""

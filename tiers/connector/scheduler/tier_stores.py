@@ -294,29 +294,35 @@ class TierStores:
         reason, since it could not be loaded. `behind`: that reason, where there is such a block
         before these.
         """
-        tier = self._tier.open
+        tier, admission, in_flight = self._tier.open, self._admission, self._keys
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
         if not any(missed):  # as of most prompts that come again
             return Claimed(items, refused)
-        writes, room, block_bytes = self._tier.writes, self._room(), tier.block_bytes
+        if not self._tier.writes:
+            behind = behind or "store_dropped_down"
+        claim, room, block_bytes = tier.pool.claim, self._room(), tier.block_bytes
+        asks, holds_room = not admission.admits_all, not tier.manager.completes_on_gather
         for number, key, paged, is_missed in zip(*offers, missed, strict=True):
-            if not is_missed or key in self._keys:
+            if not is_missed or key in in_flight:
                 continue
-            reason = behind or (None if writes else "store_dropped_down")
-            reason = reason or self._admission.refuses(key, block_bytes)
+            reason = behind
+            if reason is None and asks:
+                reason = admission.refuses(key, block_bytes)
             if reason is None and room <= 0:
                 reason = "store_dropped_inflight"
-            claim = tier.pool.claim(key) if reason is None else None
-            if claim is None:
+            claimed = claim(key) if reason is None else None
+            if claimed is None:
                 refused[number] = reason = reason or "store_dropped_no_slot"
                 behind = None if reason == NOT_YET else reason
                 continue
-            room -= not tier.manager.completes_on_gather
-            self._admission.stores(key, block_bytes)
-            self.slots_pinned += 1
-            self._keys.add(key)
-            items[number] = StoreItem(key, claim.slot, paged if claim.fresh else None)
+            room -= holds_room
+            if asks:
+                admission.stores(key, block_bytes)
+            in_flight.add(key)
+            slot, is_fresh = claimed
+            items[number] = StoreItem(key, slot, paged if is_fresh else None)
+        self.slots_pinned += len(items)
         return Claimed(items, refused)
 
     def _room(self) -> int:
@@ -364,26 +370,27 @@ class TierStores:
         """Take in how the blocks of a request ended, from item `first` of the job on; return the
         keys of those that the tier keeps, by number."""
         tier, manager, job, result = self._tier, self._tier.open.manager, store.job, store.result
-        generation, numbers = tier.requests.generation, share.numbers
+        owns, release = tier.requests.generation.owns, tier.open.pool.release
+        numbers, reading = share.numbers, self._reading
         request_state = share.tier_request.request_state
         predecessors = manager.predecessors(request_state.keys, numbers)
         kept: dict[int, bytes] = {}
         # The first last, so that it counts as used last: predecessors must outlive their tail.
         for index in reversed(range(first, first + len(numbers))):
-            item, number = job.items[index], numbers[index - first]
-            if generation.owns(item.key):
-                before = predecessors.get(item.key)
-                if manager.complete_store(item.key, item.slot, index not in result.failed, before):
+            (key, slot, source), number = job.items[index], numbers[index - first]
+            if owns(key):
+                is_stored = index not in result.failed
+                if manager.complete_store(key, slot, is_stored, predecessors.get(key)):
                     if index not in result.already_stored:
-                        tier.kv_events.stored(item.key, number)
-                    kept[number] = item.key
+                        tier.kv_events.stored(key, number)
+                    kept[number] = key
             elif job.generation:  # blocks without one stay: others may use them
-                manager.drop([item.key], job.generation)
-            self._keys.discard(item.key)
-            tier.open.pool.release(item.slot)
-            self.slots_pinned -= 1
-            if item.source is not None and self._reading.get(item.source) == job.job_id:
-                del self._reading[item.source]
+                manager.drop([key], job.generation)
+            self._keys.discard(key)
+            release(slot)
+            if source is not None and reading.get(source) == job.job_id:
+                del reading[source]
+        self.slots_pinned -= len(numbers)
         tier.kv_events.announce_stored(request_state)
         return kept
 

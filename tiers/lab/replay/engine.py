@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spec.chain import ChainSpec
-from tiers.connector.assembly import open_scheduler, open_worker
+from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
@@ -95,7 +95,7 @@ class ReplayEngine:
         workers = [
             make_worker(self.model, num_blocks, rank, open_half) for rank in range(world_size)
         ]
-        connector = None if chain is None else open_scheduler(chain, info, now)
+        connector = None if chain is None else MultiScheduler(*scheduler_parts(chain, info, now))
         self._assemble(info, workers, connector)
 
     def _assemble(
@@ -275,7 +275,7 @@ def _open_worker(
     info = replace(engine, rank=rank, host=hosts[rank + 1] if hosts else "")
     if weights:
         info = replace(info, weights=weights[rank])
-    return open_worker(chain, info, copier, root)
+    return MultiWorker(*worker_parts(chain, info, copier, root))
 
 
 class _Aggregator:

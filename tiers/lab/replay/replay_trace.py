@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from tiers.connector.assembly import open_worker, scheduler_parts
+from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import copier_over
@@ -97,7 +98,7 @@ def _opened(
         tiers = enumerate(chain.tiers)
         hosts = {place: links[t.tier_name] for place, t in tiers if isinstance(t, HostSpec)}
         copier = copier_over(next(iter(hosts.values()), None))
-        half = open_worker(behind, info, copier, now=clock.now)
+        half = MultiWorker(*worker_parts(behind, info, copier, now=clock.now))
         stack.callback(half.shutdown)
         stack.callback(clock.stop)
         model = TraceModel(1, words, block_tokens)
