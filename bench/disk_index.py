@@ -231,8 +231,8 @@ def _pauses() -> Iterator[list[float]]:
 
 
 def _high(gaps: list[float]) -> float:
-    """The 99.9th of a thousand, in ms."""
-    return sorted(gaps)[len(gaps) * 999 // 1000] * 1e3
+    """The 99.9th of a thousand, in ms; 0, of none."""
+    return sorted(gaps or [0.0])[len(gaps) * 999 // 1000] * 1e3
 
 
 def _reopening(path: Path, count: int) -> Measure:

@@ -29,7 +29,7 @@ def crowded(engine: MakeEngine, *above: CpuSpec) -> tuple[ReplayEngine, ReplayRe
     made = engine(chain, num_blocks=110, batch_tokens=500, prefix_caching=False)
     ask(made)
     made.settle()
-    made.add([1, *LONG[:200]], 30)
+    made.add([1, *LONG[:200]], 100)
     made.step()
     waiting = made.add(LONG, 4)
     for _ in range(3):

@@ -43,6 +43,8 @@ def test_one_engine_loads_what_another_stored_in_packs(
     drive(one, 3, world_size=ranks)
     one.settle()
     stored = measured(one, "stored_blocks", "object")
+    # Of a slow bucket; each rank has a part of each.
+    had_no_room = ranks * measured(one, "store_dropped_inflight", "object")
     close(one)
     packs = [file for file in (tmp_path / "bucket").rglob("*") if file.is_file()]
     assert stored > 1.5 * len(packs) / ranks, "blocks of a prompt lie together"
@@ -50,8 +52,8 @@ def test_one_engine_loads_what_another_stored_in_packs(
     drive(other, 3, world_size=ranks)
     other.settle()
     assert measured(other, "loaded_tokens", "object") > 0
-    # The first had no room for some of them.
-    assert measured(other, "stored_blocks", "object") < stored / 2, "they are there already"
+    stored_again = measured(other, "stored_blocks", "object") - had_no_room
+    assert stored_again < stored / 2, "they are there already"
     close(other)
 
 
