@@ -186,7 +186,10 @@ def test_a_client_that_reads_nothing_holds_nobody_up(
     slow.close()
 
 
-def test_a_client_that_leaves_is_forgotten(serve: Callable[..., ControlServer]) -> None:
+def test_a_client_that_leaves_is_forgotten(
+    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "LONGEST_PAUSE", 0.01)
     made = serve()
     for _ in range(3 * served.MAX_CLIENTS):
         client = connected(made.path)

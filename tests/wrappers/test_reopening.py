@@ -36,13 +36,18 @@ from tiers.store import (
 )
 from tiers.testing import Memory, make_key
 from tiers.wrappers import guard as guarding
-from tiers.wrappers import opening
+from tiers.wrappers import opening, reopening
 from tiers.wrappers.guard import FAILED, HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
 
 SIZE = 4096 * 4
 SPACE = b"n" * NAMESPACE_BYTES
 SITE = StoreContext(SIZE)
+
+
+@pytest.fixture(autouse=True)
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reopening, "RETRY_AFTER", 0.1)
 
 
 def until(done: Callable[[], object]) -> None:
