@@ -216,7 +216,7 @@ def _pauses() -> Iterator[list[float]]:
 
     def run() -> None:
         last = time.perf_counter()
-        while not ended.is_set():
+        while not gaps or not ended.is_set():
             time.sleep(0.0005)
             last, gap = (now := time.perf_counter()), now - last
             gaps.append(gap)
@@ -231,8 +231,8 @@ def _pauses() -> Iterator[list[float]]:
 
 
 def _high(gaps: list[float]) -> float:
-    """The 99.9th of a thousand, in ms; 0, of none."""
-    return sorted(gaps or [0.0])[len(gaps) * 999 // 1000] * 1e3
+    """The 99.9th of a thousand, in ms."""
+    return sorted(gaps)[len(gaps) * 999 // 1000] * 1e3
 
 
 def _reopening(path: Path, count: int) -> Measure:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.testing.devices import failing_devices, failing_writes
+from tiers.testing.devices import failing_devices, failing_writes, open_files
 from tiers.testing.limits import Endless, within
 
 
@@ -65,3 +65,15 @@ def test_a_hang_ends_nothing_of_another_thread() -> None:
             within(0.2, hang)
         assert os.write is failing
     go.set()
+
+
+def test_a_thread_that_ends_while_files_are_counted_makes_them_no_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = open_files()
+
+    def ended(_: Path) -> bytes:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(Path, "read_bytes", ended)
+    assert open_files() == before > 0

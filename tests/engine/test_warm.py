@@ -161,8 +161,10 @@ def test_it_stops_when_host_memory_is_needed(
     monkeypatch.setattr(warming, "JOB_BYTES", 10 * MODEL.payload_bytes)
     stored(engine, tmp_path)
     caplog.set_level(logging.INFO)
-    slow = disk(tmp_path, load_rate="4KiB/s")
+    slow = disk(tmp_path, load_rate=f"{20 * MODEL.payload_bytes}B/s")
     made = engine(chain_of(cpu(40), slow, warm={}), prefix_caching=False)
+    while not measured(made, "warmed_blocks", "disk"):
+        made.step()  # else blocks of the others may be named, as used last
     others = [[7, number, *range(40)] for number in range(3)]
     for prompt in others:
         made.generate(prompt, 1)

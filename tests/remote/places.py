@@ -96,9 +96,9 @@ class Place:
         found = (path for path in self.path.glob("?" * 32 + "/*/*") if path.is_file())
         return sum(path.stat().st_size for path in found)
 
-    def engine(self, capacity: str) -> ReplayEngine:
+    def engine(self, capacity: str, **more: Any) -> ReplayEngine:
         """An engine over host memory and this."""
-        chain = chain_of(cpu(12), self.tier(capacity))
+        chain = chain_of(cpu(12), {**self.tier(capacity), **more})
         return ReplayEngine(chain, MODEL, num_blocks=24, prefix_caching=False)
 
     @contextmanager

@@ -166,7 +166,8 @@ def test_who_has_another_capacity_than_the_one_that_evicts_is_told(place: Place)
 
 
 def test_answers_stay_right_where_it_is_full(place: Place) -> None:
-    engine = place.engine("64KiB")
+    # What the engine's process puts until another does is beyond it until the next count.
+    engine = place.engine("64KiB", store_process="never")
     drive(engine, 3)
     engine.settle()
     assert measured(engine, "stored_blocks", str(place.tier(None)["type"])) > 0

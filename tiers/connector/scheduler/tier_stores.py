@@ -299,8 +299,7 @@ class TierStores:
         refused: dict[int, str] = {}
         if not any(missed):  # as of most prompts that come again
             return Claimed(items, refused)
-        if not self._tier.writes:
-            behind = behind or "store_dropped_down"
+        behind = behind or (None if self._tier.writes else "store_dropped_down")
         claim, room, block_bytes = tier.pool.claim, self._room(), tier.block_bytes
         asks, holds_room = not admission.admits_all, not tier.manager.completes_on_gather
         for number, key, paged, is_missed in zip(*offers, missed, strict=True):
