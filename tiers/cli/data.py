@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -365,15 +365,11 @@ def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
     raise refused(f"--tier {name}: no such tier; use {one_of(names)}")
 
 
-@contextmanager
-def _records(spec: StoreSpec) -> Iterator[StoredRecords]:
+def _records(spec: StoreSpec) -> closing[StoredRecords]:
     records = spec.records()
     if records is None:
         raise refused(f"tier {spec.tier_name!r} can't list what it holds, as it is set")
-    try:
-        yield records
-    finally:
-        records.close()
+    return closing(records)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
 from tiers.cli.arguments import ControlFolder, EngineName, refused
 
@@ -37,8 +38,5 @@ def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
     from tiers.cli.top_screen import Top
     from tiers.control.watch_engines import EnginesWatch
 
-    watch = EnginesWatch(folder, engine)
-    try:
+    with closing(EnginesWatch(folder, engine)) as watch:
         Top(watch).run(mouse=False)  # so that the terminal's own selection copies a name
-    finally:
-        watch.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -105,12 +105,8 @@ def _held(
         why = down if owners.unsynced_crash else compared.wrong
         yield DoctorFinding("note", f"it will start empty: {why}", "nothing", _LOST)
         return Usage(0, 0, None)
-    with translated(folder.path):
-        index = Index(folder.index)
-        try:
-            usage = index.usage()
-        finally:
-            index.close()
+    with translated(folder.path), closing(Index(folder.index)) as index:
+        usage = index.usage()
     size = format_size(usage.used)
     who = f", and {len(owners.alive)} processes have it open" if owners.alive else ""
     yield DoctorFinding("fine", f"it holds {usage.blocks} blocks, {size}{who}")

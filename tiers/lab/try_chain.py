@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,15 +70,12 @@ def in_own_place(tier: Tier, place: Path, stack: ExitStack) -> Tier:
 
 
 def _run(chain: ChainSpec, rounds: int) -> Seen:
-    engine = ReplayEngine(chain, MODEL, prefix_caching=False)
     wrong = 0
-    try:
+    with closing(ReplayEngine(chain, MODEL, prefix_caching=False)) as engine:
         for _ in range(rounds):
             for prompt in PROMPTS:
                 wrong += engine.generate(prompt, 4).output != answer(MODEL, prompt, 4)
             engine.settle()
-    finally:
-        engine.close()
     counted = {name: dict(values) for name, values in engine.stats.data.items()}
     names = [tier.tier_name for tier in chain.tiers]
 

@@ -9,7 +9,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -57,14 +57,13 @@ class ExaminedTier(NamedTuple):
 
 def examine(tier: ExaminedTier) -> Iterator[DoctorFinding]:
     """Findings about the servers of this tier. Raises TierUnusable, OSError."""
-    topology = open_topology(tier.connection, tier.timeout)
-    deadline = Deadline(tier.timeout)
-    try:
-        masters, homeless = topology.masters(deadline)
-    except FAILURES as error:
-        yield _unreached(tier, str(tier.url), error, deadline)
-        return
-    try:
+    with closing(open_topology(tier.connection, tier.timeout)) as topology:
+        deadline = Deadline(tier.timeout)
+        try:
+            masters, homeless = topology.masters(deadline)
+        except FAILURES as error:
+            yield _unreached(tier, str(tier.url), error, deadline)
+            return
         room, up, fails = MOST_PIECES * PIECE, 0, False
         for place, pool in masters.items():
             deadline = Deadline(tier.timeout)
@@ -82,8 +81,6 @@ def examine(tier: ExaminedTier) -> Iterator[DoctorFinding]:
             fails = yield from _cluster(tier, list(masters.values()), homeless)
         if up and not fails:
             yield from _try_out(tier, max(1, room // PIECE))
-    finally:
-        topology.close()
 
 
 def _unreached(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -119,11 +120,8 @@ class ObjectSpec(StoreSpec):
         from tiers.remote.packs.pack import PACK_BYTES
 
         bucket = self._bucket(PACK_BYTES)
-        store = self._over(bucket, PACK_BYTES)
-        try:
+        with closing(self._over(bucket, PACK_BYTES)) as store:
             yield from examine(store, bucket, self.capacity)
-        finally:
-            store.close()
 
     def open(self, site: StoreContext) -> PackStore:
         """Open the store, without connecting. Raises TierUnusable where obstore is missing or

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from unittest import SkipTest
 
 from spec.offloading import StoreContext
@@ -161,18 +161,13 @@ class EvictionTests(StoreUnderTest):
         assert self.hits(store, keys) == stored
         return stored
 
-    @contextmanager
-    def _of_room(self, blocks: int) -> Iterator[TierStore]:
+    def _of_room(self, blocks: int) -> closing[TierStore]:
         """The store with another capacity; skips where the spec has none."""
         spec = self.make_spec()
         if "capacity" not in type(spec).model_fields:
             raise SkipTest(f"{type(spec).__name__} has no field capacity")
         changed = spec.model_copy(update={"capacity": blocks * self.payload_bytes})
-        store = changed.open(StoreContext(self.payload_bytes))
-        try:
-            yield store
-        finally:
-            store.close()
+        return closing(changed.open(StoreContext(self.payload_bytes)))
 
     def _room_of(self, store: TierStore) -> int:
         """How many blocks the store has room for at most, by what it says."""

@@ -8,8 +8,8 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 from unittest import SkipTest
 
@@ -166,14 +166,9 @@ class StoreUnderTest:
         data[len(data) // 2] ^= 1
         medium.write(key, bytes(data))
 
-    @contextmanager
-    def opened(self, payload_bytes: int | None = None) -> Iterator[TierStore]:
+    def opened(self, payload_bytes: int | None = None) -> closing[TierStore]:
         """Open the store, and close it however the test ends."""
-        store = self.open_store(payload_bytes or self.payload_bytes)
-        try:
-            yield store
-        finally:
-            store.close()
+        return closing(self.open_store(payload_bytes or self.payload_bytes))
 
     def claimed(self, claim: str) -> None:
         """Skip the test, by the claim's name, unless the class makes that claim."""

@@ -9,7 +9,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import SkipTest
@@ -75,13 +75,11 @@ class MemoryTests(StoreUnderTest):
         moved = self.make_spec().scratch(place)
         if moved is None:
             raise SkipTest(f"{type(self.make_spec()).__name__} has no scratch")
-        store = moved.open(StoreContext(self.payload_bytes))
-        try:
-            self._store_and_drop(store)
-        except TierUnavailable:
-            raise SkipTest("a server would have to be started there") from None
-        finally:
-            store.close()
+        with closing(moved.open(StoreContext(self.payload_bytes))) as store:
+            try:
+                self._store_and_drop(store)
+            except TierUnavailable:
+                raise SkipTest("a server would have to be started there") from None
 
     def test_what_is_dropped_gives_its_memory_back(self) -> None:
         with self.opened() as store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from operator import ge
 from unittest import SkipTest
 
@@ -110,16 +110,13 @@ class TruthTests(StoreUnderTest):
 
     def test_the_spec_says_what_its_capacity_is(self) -> None:
         spec = self.make_spec()
-        store = spec.open(StoreContext(self.payload_bytes))
-        try:
+        with closing(spec.open(StoreContext(self.payload_bytes))) as store:
             measured = self.having(store, Measured)
             if not spec.capacity_bytes:
                 raise SkipTest(f"{type(spec).__name__} has no capacity")
             usage = measured.usage()
             assert usage.capacity is not None, "the spec has a capacity, and usage says none"
             assert usage.capacity <= spec.capacity_bytes, f"{usage} of {spec.capacity_bytes} bytes"
-        finally:
-            store.close()
 
     def test_the_spec_says_whether_it_resizes(self) -> None:
         spec = self.make_spec()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -120,16 +120,14 @@ def _opened(
     """The tier's store, and blocks of random bytes for it, which it drops in the end."""
     namespace = os.urandom(16)
     count += SINGLES
-    memory = SlotMemory(count, block_bytes, pin=False, touch=True)
-    store = open_guarded(spec, StoreContext(block_bytes))
-    try:
+    with (
+        closing(SlotMemory(count, block_bytes, pin=False, touch=True)) as memory,
+        closing(open_guarded(spec, StoreContext(block_bytes))) as store,
+    ):
         memory.rows.copy_(torch.randint(0, 256, memory.rows.shape, dtype=torch.uint8))
         keys = [namespace + number.to_bytes(8, "big") for number in range(count)]
         yield store, [Block(key, memory.payload(slot)) for slot, key in enumerate(keys)]
         store.drop(keys)
-    finally:
-        store.close()
-        memory.close()
 
 
 def _rounded(figure: float) -> float:
