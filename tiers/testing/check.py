@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from tiers.testing.contract import StoreContract
 from tiers.testing.harness import Memory, make_key
 from tiers.testing.limits import Endless
 from tiers.testing.scale_tests import LOOKED_UP
+from tiers.timed import timed
 
 Place = Callable[[str], StoreSpec]
 """Gives the tier in an empty place of this name."""
@@ -95,9 +96,7 @@ def bench(spec: StoreSpec) -> Iterator[str]:
         stored = _rate(batches, lambda memory: store.put(memory.readonly()))
         loaded = _rate(batches[-1:], lambda memory: store.get(memory.blocks))
         keys = [make_key() for _ in range(LOOKED_UP)]
-        began = time.perf_counter()
-        store.has(keys)
-        seconds = time.perf_counter() - began
+        seconds, _ = timed(partial(store.has, keys))
     except KVTiersError as error:
         yield f"no figures: {error}"
         return
@@ -111,11 +110,7 @@ def bench(spec: StoreSpec) -> Iterator[str]:
 
 def _rate(batches: list[Memory], work: Callable[[Memory], object]) -> float:
     """GB/s of the fastest batch."""
-    fastest = float("inf")
-    for memory in batches:
-        began = time.perf_counter()
-        work(memory)
-        fastest = min(fastest, time.perf_counter() - began)
+    fastest = min(timed(partial(work, memory))[0] for memory in batches)
     return _BATCH * StoreContract.payload_bytes / fastest / 1e9
 
 
