@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from typer.testing import CliRunner
 
+from tests.cli.conftest import Ran
 from tests.support.plugin_packages import Install
 from tiers.cli.main import app
+
+Run = Callable[..., Ran]
 
 FORGETS = """
 from typing import ClassVar, Literal
@@ -57,7 +62,7 @@ def test_what_fails_is_named_and_the_rest_is_tried(plugin: Install) -> None:
     assert "failed" in lines[-1] and "passed" in lines[-1]
 
 
-def test_what_can_not_be_tried_apart_is_refused(plugin: Install) -> None:
+def test_what_can_not_be_tried_apart_is_refused(plugin: Install, kvtiers: Run) -> None:
     plugin("boxes", FORGETS, box="BoxSpec", fixed="FixedSpec")
     for words, why in (
         (["fixed"], "does not say how it is moved"),
@@ -65,6 +70,6 @@ def test_what_can_not_be_tried_apart_is_refused(plugin: Install) -> None:
         (["dsik"], "did you mean disk"),
         (["box", "--settings", "colour=red"], "colour"),
     ):
-        said = CliRunner().invoke(app, ["check", *words])
-        assert said.exit_code in (1, 2) and why in said.output, said.output
-        assert said.output.count(why) == 1, "it is said once, not by each test"
+        said = kvtiers("check", *words)
+        assert said.status in (1, 2) and why in said.err, said
+        assert (said.out + said.err).count(why) == 1, "it is said once, not by each test"

@@ -100,17 +100,14 @@ def only_engine(answers: Sequence[EngineAnswer], option: str) -> EngineAnswer:
 def ask_engines(
     verb: str, parameters: Mapping[str, object], engine: str | None, folder: Path | None
 ) -> list[EngineAnswer]:
-    """Ask running engines; problems of some are printed. Exits with status 1 if none answers."""
-    from tiers.control.ask_engines import NoAnswer, ask
+    """Ask running engines; problems of some are printed. Raises NoAnswer if none answers."""
+    from tiers.control.ask_engines import ask
     from tiers.control.control_server import runtime_folder
 
-    try:
-        return ask(
-            *(folder or runtime_folder(), verb, parameters, engine),
-            warn=lambda problem: typer.echo(problem, err=True),
-        )
-    except NoAnswer as error:
-        raise refused(error, status=1) from None
+    return ask(
+        *(folder or runtime_folder(), verb, parameters, engine),
+        warn=lambda problem: typer.echo(problem, err=True),
+    )
 
 
 def _to_stdout(context: typer.Context, file: Path | None) -> Path | None:

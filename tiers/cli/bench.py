@@ -103,17 +103,13 @@ def _check_facts(given: dict[str, Any]) -> None:
 
 def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
     from spec.plugins import stdout_to_stderr
-    from tiers.errors import KVTiersError
     from tiers.tuning.profiling import profile_tiers
 
     with stdout_to_stderr(), bars() as progress:  # stores may print
         bar = progress.add_task("", total=len(chain.tiers), completed=-1)
-        try:
-            return profile_tiers(
-                chain,
-                block_bytes,
-                live=live,
-                progress=lambda tier: progress.update(bar, advance=1, description=tier),
-            )
-        except KVTiersError as error:
-            raise refused(error, status=1) from None
+        return profile_tiers(
+            chain,
+            block_bytes,
+            live=live,
+            progress=lambda tier: progress.update(bar, advance=1, description=tier),
+        )

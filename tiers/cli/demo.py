@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import (
-    ChainOption,
-    JsonFile,
-    bars,
-    check_places,
-    refused,
-    write_result,
-)
+from tiers.cli.arguments import ChainOption, JsonFile, bars, check_places, write_result
 
 if TYPE_CHECKING:
     from tiers.lab.demo.demo_engine import Answered
@@ -42,8 +35,6 @@ def demo(
     from contextlib import ExitStack
     from tempfile import TemporaryDirectory
 
-    from spec.errors import SpecError
-    from tiers.errors import KVTiersError
     from tiers.lab.demo import demo_report, run_demo
     from tiers.lab.demo.demo_plan import make_plan
 
@@ -51,14 +42,9 @@ def demo(
     arguments = _engine_arguments(engine_args)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
-        try:
-            chain = chain_file or stack.enter_context(run_demo.embedded_chain(folder))
-            plan = make_plan(chain, folder)
-            results = demo_report.summarise(_run(plan, model, arguments, folder))
-        except SpecError:
-            raise  # as for any command: status 2
-        except KVTiersError as error:
-            raise refused(error, status=1) from error
+        chain = chain_file or stack.enter_context(run_demo.embedded_chain(folder))
+        plan = make_plan(chain, folder)
+        results = demo_report.summarise(_run(plan, model, arguments, folder))
         write_result(json_file, demo_report.to_json(results))
         typer.echo(demo_report.table(results))
         typer.echo("TTFT: time to first token, median over the prompts, asked one at a time.")

@@ -70,7 +70,7 @@ def kvtiers(
 
 def main() -> None:
     """Run the command line. Any command ends with status 2 for a chain or trace that can't be used,
-    and with status 1 for a file that can't be read or written."""
+    and with status 1 where else it can't do what it should, with the reason."""
     stdout: Any = None if sys.stdout is None else _UntilUnread(sys.stdout)  # None: it is closed
     try:
         with redirect_stdout(stdout):

@@ -21,7 +21,7 @@ def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
     kvtiers top
     kvtiers top --from engine-4711
     """
-    from tiers.control.ask_engines import NoAnswer, sockets
+    from tiers.control.ask_engines import sockets
     from tiers.control.control_server import runtime_folder
     from tiers.lab.extras import require_extra
 
@@ -30,10 +30,7 @@ def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
     if not all(stream and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__)):
         raise refused("top draws on a terminal, and this is none; use `kvtiers status`")
     folder = folder or runtime_folder()
-    try:
-        sockets(folder, engine)
-    except NoAnswer as error:
-        raise refused(error, status=1) from None
+    sockets(folder, engine)  # or it raises, since there is no engine
 
     from tiers.cli.top_screen import Top
     from tiers.control.watch_engines import EnginesWatch

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from tiers.cli.arguments import refused
-
 
 def try_(
     chain_file: Annotated[Path, typer.Argument(metavar="CHAIN", help="The chain's YAML file.")],
@@ -26,17 +24,13 @@ def try_(
 
     from spec.load import load_chain
     from spec.plugins import stdout_to_stderr
-    from tiers.errors import KVTiersError
     from tiers.lab.try_chain import try_chain
     from tiers.tuning.report import aligned
 
     chain = load_chain(chain_file)
     logging.basicConfig(level=logging.WARNING)
-    try:
-        with TemporaryDirectory(prefix="kvtiers-try-") as folder, stdout_to_stderr():
-            first, second = try_chain(chain, Path(folder))
-    except KVTiersError as error:
-        raise refused(error, status=1) from None
+    with TemporaryDirectory(prefix="kvtiers-try-") as folder, stdout_to_stderr():
+        first, second = try_chain(chain, Path(folder))
     rows = [("tier", "stored blocks", "tokens loaded again", "by another process")]
     for name, stored in first.stored.items():
         rows.append((name, str(stored), str(first.loaded[name]), str(second.loaded[name])))
