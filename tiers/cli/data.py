@@ -149,7 +149,8 @@ def import_(file: ChainFile, archive: ArchiveFile, tier: TierOption = None) -> N
     from tiers.data.transfer import import_archive, import_notes
 
     spec = _tier(file, tier)
-    with ArchiveReader(archive) as reader, _bar(f"{spec.tier_name} is filled") as progress:
+    bar = _bar(f"{spec.tier_name} is filled")
+    with closing(ArchiveReader(archive)) as reader, bar as progress:
         _require_keys(archive, reader.head.keys, spec)
         report = import_archive(reader, spec, progress)
         with _records(spec) as records:

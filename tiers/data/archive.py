@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
 import zstandard
@@ -181,12 +182,6 @@ class ArchiveReader:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _is_sound(header: Header) -> bool:
     """Whether a tier could have a record of this header."""
@@ -251,7 +246,7 @@ class ArchiveWriter:
             self._write([head.encode()])
 
     def _read_again(self, head: ArchiveHead) -> None:
-        with ArchiveReader(self._part) as reader:
+        with closing(ArchiveReader(self._part)) as reader:
             self._end = reader.end
             if set(reader.head.keys) != set(head.keys):
                 raise ArchiveError(
@@ -305,18 +300,12 @@ class ArchiveWriter:
         """Close it; one that is not finished stays, to be continued."""
         release(self._handle)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def count_of(path: Path) -> int | None:
     """The records of an archive that is whole; None: it is not there. Raises ArchiveError."""
     if not path.exists():
         return None
-    with ArchiveReader(path) as reader:
+    with closing(ArchiveReader(path)) as reader:
         for _ in reader.frames():
             pass
         if not reader.is_whole:

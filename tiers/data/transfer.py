@@ -4,6 +4,7 @@ were interrupted, since what is there already is left out."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def export_tier(
     notes = {
         space.hex(): text.decode() for space, text in records.notes().items() if read_note(text)
     }
-    with ArchiveWriter(path, ArchiveHead(keys=tuple(keys), notes=notes)) as archive:
+    head = ArchiveHead(keys=tuple(keys), notes=notes)
+    with closing(ArchiveWriter(path, head)) as archive:
         every = [r for piece in records.listed() for r in piece if r.payload_bytes]
         plan = [record for record in every if record.digest not in archive.held]
         report.held = len(every) - len(plan)
