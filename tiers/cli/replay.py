@@ -111,12 +111,20 @@ def _real(
     folder: Path | None,
 ) -> Report:
     from spec.plugins import stdout_to_stderr
-    from tiers.lab.replay.replay_trace import ReplayOptions, replay
+    from tiers.lab.replay.replay_trace import replay
 
     with stdout_to_stderr(), bars() as bar:  # stores may print
         task = bar.add_task("requests are served", total=len(requests))
-        options = ReplayOptions(scale, folder, lambda count: bar.update(task, completed=count))
-        report = replay(requests, block_tokens, chain, machine, warm=warm, options=options)
+        report = replay(
+            requests,
+            block_tokens,
+            chain,
+            machine,
+            warm=warm,
+            bytes_per_token=scale,
+            folder=folder,
+            progress=lambda count: bar.update(task, completed=count),
+        )
     typer.echo(
         f"real connectors and stores, with {scale} bytes of KV a token in place of "
         f"{machine.kv_bytes_per_token}, and tiers of as many blocks"

@@ -13,7 +13,7 @@ from spec.errors import SpecError
 from spec.offloading import StoreContext, StoreSpec
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
 from tiers.disk.slab import slot_bytes
-from tiers.lab.replay.replay_trace import ReplayOptions, replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.lab.replay.scaling import CannotReplay
 from tiers.lab.replay.timed_worker import WrongBytes
 from tiers.store import Block, TierStore
@@ -120,7 +120,7 @@ def test_tokens_that_do_not_arrive_are_computed_and_no_tiers() -> None:
 def test_nothing_is_done_in_the_operators_places(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     tiers = chain(disk(400) | {"path": str(mine)})
-    run(tiers, chats(4, 20), options=ReplayOptions(folder=tmp_path))
+    run(tiers, chats(4, 20), folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
@@ -17,10 +16,9 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import copier_over
 from tiers.lab.replay.requests import TracedRequest
-from tiers.lab.replay.scaling import CannotReplay, Places, Scale, linked, scaled
+from tiers.lab.replay.scaling import CannotReplay, Scale, linked, scaled
 from tiers.lab.replay.timed_engine import Mark, TimedEngine
 from tiers.lab.replay.timed_worker import TimedWorker, TraceModel
-from tiers.lab.server import Server
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, size_of
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
@@ -30,19 +28,6 @@ DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_bud
 WORD = 8
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """How a replay runs.
-
-    `bytes_per_token`: the scale. `folder`: where disk tiers keep their blocks meanwhile; None: a
-    temporary folder. `progress` is called with the number of each request.
-    """
-
-    bytes_per_token: int = 8
-    folder: Path | None = None
-    progress: Callable[[int], None] = lambda count: None
-
-
 def replay(
     requests: Iterable[TraceRequest],
     block_tokens: int,
@@ -50,23 +35,27 @@ def replay(
     machine: Machine,
     *,
     warm: float = 0.0,
-    options: ReplayOptions = ReplayOptions(),
+    bytes_per_token: int = 8,
+    folder: Path | None = None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Serve the requests with the chain's real connectors and stores; `warm`: as `simulate`.
 
     Tiers have as many blocks as the chain says, of `bytes_per_token` a token, in folders and
-    servers of the replay's own, behind links as fast as `machine` says. Every loaded block is
-    compared with the bytes that were stored. Raises WrongBytes, SpecError for a tier without a
+    servers of the replay's own, behind links as fast as `machine` says; `folder`: those of disk
+    tiers lie in it. Every loaded block is compared with the bytes that were stored. `progress` is
+    called with the number of each request. Raises WrongBytes, SpecError for a tier without a
     profile, CannotReplay, NoServer.
     """
     trace = list(requests)
     warmed = int(len(trace) * warm)
-    with _opened(trace, block_tokens, chain, machine, options) as engine:
+    words = max(1, bytes_per_token * block_tokens // WORD)
+    with _opened(trace, block_tokens, chain, machine, words, folder) as engine:
         traced = (
             TracedRequest(number, request, block_tokens, counts=number >= warmed)
             for number, request in enumerate(trace)
         )
-        start = engine.serve(traced, warmed, options.progress)
+        start = engine.serve(traced, warmed, progress)
         return _report(engine, chain, (start, engine.mark()))
 
 
@@ -76,18 +65,18 @@ def _opened(
     block_tokens: int,
     chain: ChainSpec,
     machine: Machine,
-    options: ReplayOptions,
+    words: int,
+    folder: Path | None,
 ) -> Iterator[TimedEngine]:
-    """Open a replay's engine, and close it in any case."""
-    words = max(1, options.bytes_per_token * block_tokens // WORD)
+    """Open a replay's engine, and close it in any case. `words`: of a block."""
     scale = Scale(machine.kv_bytes_per_token * block_tokens, words * WORD)
     num_blocks = _paged_blocks(trace, block_tokens, machine, scale)
     info = EngineInfo(
         {"model": "replay"}, block_tokens, block_tokens, num_blocks, step_tokens=machine.step_tokens
     )
     with ExitStack() as stack:
-        places = _places(stack, options)
-        small = scaled(chain, machine, info, scale, places)
+        kept = TemporaryDirectory(prefix="kvtiers-replay-", dir=folder)
+        small = scaled(chain, machine, info, scale, Path(stack.enter_context(kept)), stack)
         clock = Clock()
         behind, links = linked(small, machine, scale, clock)
         parts = scheduler_parts(behind, info, clock.now)
@@ -104,25 +93,6 @@ def _opened(
         model = TraceModel(1, words, block_tokens)
         worker = TimedWorker(model, num_blocks, half, clock, hosts)
         yield TimedEngine(model, info, connector, states, worker, machine, clock, links)
-
-
-def _places(stack: ExitStack, options: ReplayOptions) -> Places:
-    """Folders that go with the stack, as do the servers that are started."""
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-")))
-    disks = folder
-    if options.folder is not None:
-        kept = TemporaryDirectory(prefix="kvtiers-replay-", dir=options.folder)
-        disks = Path(stack.enter_context(kept))
-
-    def start_server(blocks: int | None, payload_bytes: int) -> Path:
-        place = Path(mkdtemp(dir=folder))
-        server = Server(place, {"maxmemory-samples": "10"})
-        stack.callback(server.kill)
-        if blocks is not None:
-            server.limit(blocks, payload_bytes)
-        return place
-
-    return Places(disks, start_server)
 
 
 def _paged_blocks(

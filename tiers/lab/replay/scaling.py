@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
 
 from spec.chain import ChainSpec
@@ -16,6 +17,7 @@ from tiers.errors import KVTiersError
 from tiers.host.slots import slot_stride
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import Link, LinkedSpec
+from tiers.lab.server import Server
 from tiers.remote.spec import RedisSpec
 from tiers.tuning.machine import Machine
 
@@ -44,41 +46,36 @@ class CannotReplay(KVTiersError):
     """A trace or a chain can't be replayed for real on this machine."""
 
 
-class Places(NamedTuple):
-    """Places of the replay's tiers. `redis`: starts a server for a number of blocks (None: without
-    limit), of some bytes each; it listens on the `SOCKET` of the folder that this returns."""
-
-    folder: Path
-    redis: Callable[[int | None, int], Path]
-
-    def folder_of(self, tier: OffloadingSpec) -> Path:
-        """An empty folder for this tier."""
-        folder = self.folder / tier.tier_name
-        folder.mkdir(mode=0o700)
-        return folder
-
-
 def scaled(
-    chain: ChainSpec, machine: Machine, engine: EngineInfo, scale: Scale, places: Places
+    chain: ChainSpec,
+    machine: Machine,
+    engine: EngineInfo,
+    scale: Scale,
+    folder: Path,
+    stack: ExitStack,
 ) -> ChainSpec:
-    """Scale a chain; the operator's folders and servers are left alone.
+    """Scale a chain; the operator's folders and servers are left alone. Its tiers get folders in an
+    empty one, and a server that is started for each Redis tier ends with the stack.
 
     Raises SpecError for a tier without a profile in `machine`, CannotReplay for one that can't be
-    moved.
+    moved, NoServer.
     """
     stride = slot_stride(scale.payload_bytes)
-    tiers = [_tier(tier, machine, scale, places) for tier in chain.tiers]
+    tiers = [_tier(tier, machine, scale, folder, stack) for tier in chain.tiers]
     hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
     slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
     staging = max(1, slots - hosts) * stride
     return chain.model_copy(update={**WITHOUT_TRAFFIC, "tiers": tuple(tiers), "staging": staging})
 
 
-def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) -> OffloadingSpec:
-    profile = machine.profile(tier.tier_name, tier.type)
+def _tier(
+    tier: OffloadingSpec, machine: Machine, scale: Scale, folder: Path, stack: ExitStack
+) -> OffloadingSpec:
+    profile, place = machine.profile(tier.tier_name, tier.type), folder / tier.tier_name
+    place.mkdir(mode=0o700)
     if isinstance(tier, HostSpec):
         room = max(1, scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes))
-        return moved(tier, places.folder_of(tier)).model_copy(update={"capacity": room})
+        return moved(tier, place).model_copy(update={"capacity": room})
     assert isinstance(tier, StoreSpec)
     change: dict[str, object] = {"deadline": NO_DEADLINE}
     if tier.max_inflight is not None:
@@ -88,15 +85,19 @@ def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) 
         share = scale.payload_bytes / scale.real_bytes / profile.stored_share
         change["write_budget"] = tier.write_budget * share
     if isinstance(tier, RedisSpec):
-        held = tier.maxmemory
-        blocks_held = None if held is None else scale.blocks(held, profile.stored_share)
-        served = moved(tier, places.redis(blocks_held, scale.payload_bytes))
-        return served.model_copy(update={**change, "timeout": NO_DEADLINE})
+        # By itself, since the path of a socket must be short.
+        place = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-")))
+        server = Server(place, {"maxmemory-samples": "10"})
+        stack.callback(server.kill)
+        if tier.maxmemory is not None:
+            held = scale.blocks(tier.maxmemory, profile.stored_share)
+            server.limit(held, scale.payload_bytes)
+        change["timeout"] = NO_DEADLINE
     capacity = getattr(tier, "capacity", None)
     if isinstance(capacity, int):
         blocks = max(1, scale.blocks(capacity, profile.stored_share))
         change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
-    return moved(tier, places.folder_of(tier)).model_copy(update=change)
+    return moved(tier, place).model_copy(update=change)
 
 
 def moved(tier: Tier, folder: Path) -> Tier:
