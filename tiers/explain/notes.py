@@ -68,8 +68,6 @@ class LoadPart:
 class Limits(Protocol):
     """Limits of a request for its own loading."""
 
-    max_load_tokens: int | None
-
     def may_load(self, tier: str) -> bool:
         """Whether any block may come from a tier."""
         ...
@@ -84,8 +82,6 @@ class Decision(Protocol):
     def tokens(self) -> int | None: ...
     @property
     def passed(self) -> tuple[int, ...]: ...
-    @property
-    def probed(self) -> int | None: ...
 
 
 @dataclass(slots=True, eq=False)
