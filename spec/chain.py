@@ -10,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -35,10 +34,8 @@ from spec.plugins import BrokenPlugin, UnknownPlugin
 from spec.registry import make_tier, tier_types
 
 
-class EventsSpec(BaseModel):
+class EventsSpec(BaseModel, frozen=True, extra="forbid"):
     """The fields of KV events. The defaults are those that most routers read."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     self_describing_kv_events: bool = Field(
         default=True,
@@ -64,10 +61,8 @@ class EventsSpec(BaseModel):
     )
 
 
-class ControlSpec(BaseModel):
+class ControlSpec(BaseModel, frozen=True, extra="forbid"):
     """The socket through which `kvtiers` commands ask a running engine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: FolderPath | None = Field(
         default=None,
@@ -83,10 +78,8 @@ class ControlSpec(BaseModel):
     )
 
 
-class ExplainSpec(BaseModel):
+class ExplainSpec(BaseModel, frozen=True, extra="forbid"):
     """The notes kept of each request, to explain how it was served."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests: int = Field(
         default=1000,
@@ -101,10 +94,8 @@ MIN_BYTES = 16 << 20
 """A smaller `max` is refused: its files, a sixteenth of it each, could not hold a long prompt."""
 
 
-class RecordSpec(BaseModel):
+class RecordSpec(BaseModel, frozen=True, extra="forbid"):
     """Which part of the traffic is kept, and where. The files hold no token and no text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: FolderPath = Field(
         examples=["/var/lib/kvtiers-trace"],
@@ -127,10 +118,8 @@ class RecordSpec(BaseModel):
         return size
 
 
-class TenantSpec(BaseModel):
+class TenantSpec(BaseModel, frozen=True, extra="forbid"):
     """Rules for the blocks of one tenant."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tiers: tuple[str, ...] | None = Field(
         default=None,
@@ -156,10 +145,8 @@ class TenantSpec(BaseModel):
     )
 
 
-class WarmSpec(BaseModel):
+class WarmSpec(BaseModel, frozen=True, extra="forbid"):
     """What is loaded into host memory when an engine starts, before it is asked for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes: ByteSize | None = Field(
         default=None,
@@ -199,11 +186,9 @@ Capacity = Annotated[
 ]
 
 
-class GhostSpec(BaseModel):
+class GhostSpec(BaseModel, frozen=True, extra="forbid"):
     """A tier of the chain with other settings, or one that the chain does not have. It keeps no
     block, and estimates how many of the prompts' blocks the tier would have."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tier: str = Field(description="The name of a tier of the chain, or of one that it lacks.")
     capacity: Capacity | None = Field(
@@ -295,14 +280,12 @@ def _typeless(value: Mapping[object, object]) -> ValidationError:
     return ValidationError.from_exception_data("tier", problems)
 
 
-class ChainSpec(BaseModel):
+class ChainSpec(BaseModel, frozen=True, extra="forbid"):
     """The chain: its tiers in load priority, and how they work together.
 
     Every tier of a chain has a `name`: the one it was given, or its type, with -2, -3 and so on
     where another tier has that name.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = Field(description="The version of this format: 1.")
     tiers: tuple[Annotated[SerializeAsAny[OffloadingSpec], BeforeValidator(_as_spec)], ...] = Field(

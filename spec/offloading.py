@@ -30,10 +30,8 @@ _KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 _HOW = "write keys of 64 hex digits, one a line, like those of: openssl rand -hex 32"
 
 
-class EncryptionSpec(BaseModel):
+class EncryptionSpec(BaseModel, frozen=True, extra="forbid"):
     """Encrypt and authenticate blocks with AES-256-GCM before a tier is given them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key_file: Path = Field(
         description="A file of keys, 64 hex digits on each line. Blocks are encrypted with the "

@@ -104,7 +104,7 @@ def test_a_chain_is_made_of_specs_too_and_is_frozen() -> None:
     made = ChainSpec(version=1, tiers=(CpuSpec(capacity=1), CpuSpec(capacity=2)))
     assert [tier.name for tier in made.tiers] == ["cpu", "cpu-2"]
     with pytest.raises(ValidationError):
-        made.promote = False
+        made.promote = False  # type: ignore[misc]
 
 
 def test_no_salt_shows() -> None:

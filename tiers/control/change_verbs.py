@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from spec.chain_diff import ChainDiff
 from spec.errors import one_of
@@ -21,12 +21,10 @@ KEPT = 16
 """Changes whose end can still be asked for."""
 
 
-class ApplyQuestion(BaseModel):
+class ApplyQuestion(BaseModel, frozen=True, extra="forbid", strict=True):
     """Change to this chain, as `ChainSpec` dumps it as JSON; only if the chain has version
     `if_version`. `dry_run`: only say what that would do. `watch`: seconds for which the change is
     watched, and taken back if it is for the worse; None: it is not."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     chain: Mapping[str, Any]
     if_version: int | None = None
@@ -34,19 +32,15 @@ class ApplyQuestion(BaseModel):
     watch: Annotated[float, Field(gt=0, le=MAX_WATCH)] | None = None
 
 
-class PauseQuestion(BaseModel):
+class PauseQuestion(BaseModel, frozen=True, extra="forbid", strict=True):
     """Change the setting `paused` of one tier alone; None: it loads and stores."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     tier: str
     paused: Literal["reads", "writes", "both"] | None = None
 
 
-class ChangeQuestion(BaseModel):
+class ChangeQuestion(BaseModel, frozen=True, extra="forbid", strict=True):
     """What came of a change. `withdraw`: take it back if no step has begun it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     change: int
     withdraw: bool = False

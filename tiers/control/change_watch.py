@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from spec.chain import ChainSpec
 from tiers.connector.multi.changes import Changes, PendingChange
@@ -47,11 +47,9 @@ SavedHistory = Callable[[float, float, int], list[Saved]]
 """What tiers saved from one time to another, which are of `time.monotonic`, in so many parts."""
 
 
-class Verdict(BaseModel):
+class Verdict(BaseModel, frozen=True, extra="forbid"):
     """What came of a change. `before`, `after`, `margin`: seconds saved for 1,000 tokens of a
     prompt, and what the difference may be by chance."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     outcome: Outcome
     before: float | None = None

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from spec.errors import closest, one_of
 from tiers.concurrency.executors import widen_affinity
@@ -52,10 +52,8 @@ class FolderRefused(KVTiersError):
     """The folder of the sockets can't be used as it is; says why, and what would do."""
 
 
-class Question(BaseModel):
+class Question(BaseModel, frozen=True, extra="forbid", strict=True):
     """One line of JSON: what an engine is asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
     verb: str = Field(max_length=64)

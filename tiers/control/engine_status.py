@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
-class Percentiles(BaseModel):
+class Percentiles(BaseModel, frozen=True, extra="forbid"):
     """Of the last samples, in seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     p50: float
     p99: float
@@ -26,11 +24,9 @@ class Percentiles(BaseModel):
         return cls(p50=by_size[last // 2], p99=by_size[round(0.99 * last)], samples=len(by_size))
 
 
-class TierStatus(BaseModel):
+class TierStatus(BaseModel, frozen=True, extra="forbid"):
     """One tier. Sums are since the engine's start, `_late` and rates over the last minute. Bytes
     are those of all ranks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     type: str
@@ -55,10 +51,8 @@ class TierStatus(BaseModel):
     sums: dict[str, float] = Field(description="All counters of docs/metrics.md.")
 
 
-class GhostStatus(BaseModel):
+class GhostStatus(BaseModel, frozen=True, extra="forbid"):
     """What a tier would have of the prompts' blocks, with settings of its own or others."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tier: str
     hit_ratio: float
@@ -70,10 +64,8 @@ class GhostStatus(BaseModel):
     )
 
 
-class EngineStatus(BaseModel):
+class EngineStatus(BaseModel, frozen=True, extra="forbid"):
     """An engine's chain, its tiers in load priority."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: str = Field(description="That of kvtiers.")
     load_policy: str
@@ -90,10 +82,8 @@ class EngineStatus(BaseModel):
     ghosts: list[GhostStatus]
 
 
-class RunningChain(BaseModel):
+class RunningChain(BaseModel, frozen=True, extra="forbid"):
     """A chain as it runs, and facts of its engine. Sizes are over all ranks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: str = Field(description="That of kvtiers.")
     chain: dict[str, Any] = Field(description="As `kvtiers validate --json` shows it.")

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import xxhash
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tiers.block import (
     HEADER_BYTES,
@@ -57,11 +57,9 @@ class ArchiveError(KVTiersError):
     """A file is no archive, or can't be used as this one; says what would do."""
 
 
-class ArchiveHead(BaseModel):
+class ArchiveHead(BaseModel, frozen=True, extra="forbid"):
     """What an archive says of all its records. `keys`: marks of the keys that they are encrypted
     with (`tiers/wrappers/encryption.py`); none: they are not. `notes`: of namespaces, by hex."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keys: tuple[str, ...] = ()
     notes: Mapping[

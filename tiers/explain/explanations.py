@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from spec.chain import ExplainSpec
 from tiers.contract.protocols import Request, SchedulerOutput
@@ -157,10 +157,8 @@ def _status(request: Any) -> str:
     return str(getattr(status, "name", "") or status or "").removeprefix("FINISHED_").lower()
 
 
-class ExplainQuestion(BaseModel):
+class ExplainQuestion(BaseModel, frozen=True, extra="forbid", strict=True):
     """One of: a request by its name or the beginning of it, the last ones, the slowest ones."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     request: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     last: Count | None = None

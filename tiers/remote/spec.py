@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NoReturn
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationInfo,
@@ -44,10 +43,8 @@ def _whole(path: str) -> str:
 PemFile = Annotated[str, AfterValidator(_whole)]
 
 
-class TlsSpec(BaseModel):
+class TlsSpec(BaseModel, frozen=True, extra="forbid"):
     """Settings of TLS, for URLs with a scheme of rediss, rediss+cluster or rediss+sentinel."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ca_file: PemFile | None = Field(
         default=None,

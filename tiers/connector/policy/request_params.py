@@ -176,10 +176,8 @@ def _shown(value: object) -> str:
     return repr(value) if value is None or isinstance(value, int) else f"a {type(value).__name__}"
 
 
-class RequestLimits(BaseModel):
+class RequestLimits(BaseModel, frozen=True, extra="forbid", strict=True):
     """Limits of one request; the default is none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_load_tokens: int | None = Field(
         default=None, ge=0, description="Load at most this many tokens, in whole blocks."
