@@ -4,9 +4,10 @@
 
 records a version, of a wheel or of the folder that holds an installed `vllm`. `recorded.json` has
 each fact once, with the versions since which it is so; false: since then it is not there. A new
-version needs this, and a place for each field that is new, in
-`tiers/engine/identity/config_fields.py` or, for a class without facts, in `needless_fields.py`. A
-new import in `tiers/engine` needs it for every version served.
+version needs this, and a place for each field and each environment variable that is new, in
+`tiers/engine/identity/config_fields.py` or, for a class or a variable without facts, in
+`needless_fields.py` or `needless_variables.py`. A new import in `tiers/engine` needs it for every
+version served.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 FILE = Path(__file__).with_name("recorded.json")
 ENGINE = Path(__file__).parents[2] / "tiers" / "engine"
 CONFIG = "vllm/config/"
+ENVS = "vllm.envs"
 BASES = {
     "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorStats": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
@@ -46,7 +48,8 @@ Read = Callable[[str], str | None]
 """The text of one of a version's files; None: it has none."""
 Facts = dict[str, dict[str, str | None]]
 """`bases`, `wrapped`: parameters of each `Class.member`, None of a property. `names`: those that we
-import of a module. `fields`: of a class of configuration. Each in one text, with spaces between."""
+import of a module. `fields`: of a class of configuration. Each in one text, with spaces between.
+`variables`: of the environment, each with no text."""
 
 
 # -- the file ------------------------------------------------------------------------------------
@@ -119,6 +122,7 @@ def record(read: Read, configs: Iterable[str]) -> Facts:
         found = members(name, source(module, read))
         wrapped |= {m: takes for m, takes in found.items() if re.search(may_be, m.split(".")[1])}
     return {
+        "variables": dict.fromkeys(variables_in(source(ENVS, read)), ""),
         "bases": bases,
         "wrapped": wrapped,
         "names": {m: " ".join(names_in(m, read)) for m in {m for m, _ in imported()}},
@@ -145,6 +149,15 @@ def names_in(module: str, read: Read) -> list[str]:
     ours = {name for where, name in imported() if where == module}
     package = module.replace(".", "/")
     return sorted(n for n in ours if n in has or read(f"{package}/{n}.py") is not None)
+
+
+def variables_in(module: ast.Module) -> list[str]:
+    """The environment variables in a module's table of them."""
+    for node in module.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables":
+            assert isinstance(node.value, ast.Dict)
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    return []
 
 
 def members(name: str, module: ast.Module) -> dict[str, str | None]:

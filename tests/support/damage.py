@@ -172,6 +172,15 @@ def without_amx() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
+def allow_tiles() -> None:
+    """Have the kernel give this process the tiles of AMX, as PyTorch's first product does: vLLM's
+    own kernels for four-bit weights take them unasked, which ends a process."""
+    import torch
+
+    one = torch.ones(256, 256, dtype=torch.bfloat16)
+    torch.mm(one, one)
+
+
 def end(process: int) -> None:
     """End a process that holds the engine up."""
     os.kill(process, signal.SIGKILL)

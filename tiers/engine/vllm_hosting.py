@@ -22,10 +22,10 @@ from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.engine_info import MOMENT
 from tiers.contract.weight_reports import WeightOrders
 from tiers.engine.content_marks import refuse_unmarked_media
-from tiers.engine.identity.facts import config_facts
+from tiers.engine.identity.facts import config_facts, layer_facts
 from tiers.engine.model_weights import ModelWeights
 from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
-from tiers.engine.vllm_identity import late_facts, layer_facts
+from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_watch import before_resets, caller
 from tiers.records import NamespaceNote
 

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiers.contract.engine_info import ALONE
 from tiers.engine.identity.digests import Digests, FileChanged
-from tiers.engine.identity.facts import (
-    BackgroundFacts,
-    attention_facts,
-    generation_facts,
-    made_facts,
-    unseen_facts,
-)
+from tiers.engine.identity.facts import BackgroundFacts, layer_facts
 from tiers.engine.identity.weights import NoIdentity, identity, source
 from tiers.engine.vllm_watch import this_worker
 
@@ -46,13 +40,6 @@ def late_facts(
         partial(_weights, vllm_config, salt, alone),
         {"weights": alone},
     )
-
-
-def layer_facts(vllm_config: Any, worker: Any) -> Mapping[str, str]:
-    """Return the facts of a worker's layers and of its model as it was made."""
-    config = vllm_config.model_config
-    made = unseen_facts(config) if worker is None else made_facts(worker.get_model())
-    return {**attention_facts(vllm_config), **made, **generation_facts(config)}
 
 
 def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
@@ -94,7 +81,9 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def _hub_folder(load: Any) -> Path | None:
-    """Return the folder for what the engine loads from the model hub."""
+    """Return the folder for what the engine loads from the model hub; None: another hub's."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        return None
     if load.download_dir:
         return Path(load.download_dir)
     try:

@@ -183,3 +183,43 @@ def write_drafter(folder: Path, config: dict[str, Any]) -> Path:
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     return folder
+
+
+GROUP = 32
+"""Weights of a row that have one scale."""
+
+
+def write_int4(model: Path, folder: Path) -> Path:
+    """Write a model's weights in four bits, as GPTQ does, to a folder of their own; that folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        whole = weights.pop(name)
+        rows, width = whole.shape
+        groups = whole.view(rows, width // GROUP, GROUP)
+        scales = groups.abs().amax(2) / 7
+        numbers = (groups / scales[..., None]).round().view(rows, width).int() + 8
+        module = name.removesuffix("weight")
+        weights[f"{module}qweight"] = packed(numbers).t().contiguous()
+        weights[f"{module}scales"] = scales.t().contiguous().bfloat16()
+        # A zero is kept less one.
+        zeros = torch.full((width // GROUP, rows), 7, dtype=torch.int32)
+        weights[f"{module}qzeros"] = packed(zeros)
+        weights[f"{module}g_idx"] = torch.arange(width, dtype=torch.int32) // GROUP
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    said = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return folder
+
+
+def packed(numbers: Any) -> Any:
+    """Eight numbers of four bits of a row in each of 32."""
+    import torch
+
+    rows, width = numbers.shape
+    places = torch.arange(8, dtype=torch.int32) * 4
+    return (numbers.view(rows, width // 8, 8) << places).sum(2, dtype=torch.int32)

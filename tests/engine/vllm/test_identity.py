@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.vllm.checkpoints import write_adapter, write_llama_4
+from tests.engine.vllm.checkpoints import write_adapter, write_int4, write_llama_4
 from tests.engine.vllm.tiny_vllm import LLAMA, Run, documents
 
 pytestmark = pytest.mark.vllm
@@ -45,6 +45,32 @@ def test_a_processor_without_amx_takes_no_kv_of_one_that_has_it(
     assert other.count("disk", "stored_blocks") == COMPLETE / 32
     again = run_vllm(PROMPTS, [disk(tmp_path)], **options)
     assert again.loaded() == {"disk": COMPLETE} and again.tokens == first.tokens
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_activations_of_eight_bits_by_the_environment_alone(
+    run_vllm: Callable[..., Run], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """No setting says whether four-bit weights meet activations of 8 bits or of 16."""
+    options: dict[str, Any] = {
+        "model": str(write_int4(tiny_llama, tmp_path / "model")),
+        "dtype": "bfloat16",
+        # As long as what is loaded: another chunk would round otherwise.
+        "max_num_batched_tokens": COMPLETE // len(PROMPTS),
+        "before": {"start": ["allow_tiles"]},
+    }
+    eight, sixteen = (
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_INT4_W4A8": said} for said in "10"
+    )
+    tiers = [disk(tmp_path / "disk")]
+    first = run_vllm(PROMPTS, tiers, env=eight, **options)
+    plain = run_vllm(PROMPTS, env=sixteen, **options)
+    assert first.tokens != plain.tokens, "how coarse they are must matter"
+    other = run_vllm(PROMPTS, tiers, env=sixteen, **options)
+    assert other.tokens == plain.tokens and other.loaded() == {}
+    again = run_vllm(PROMPTS, tiers, env=eight, **options)
+    assert again.tokens == first.tokens and again.loaded() == {"disk": COMPLETE}
 
 
 @contextmanager

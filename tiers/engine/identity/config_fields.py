@@ -1,8 +1,7 @@
 """The fields of the engine's configuration: in the key, or irrelevant for a given reason.
 
-The facts of a namespace are made from this table (see `tiers.engine.identity.facts`). Fields of
-vLLM 0.29 to 0.33; a test compares the table, and that of the classes without facts, with the
-configuration classes of each version.
+The facts of a namespace are made from this table. Tests compare it, that of the classes without
+facts and the variables with vLLM 0.29 to 0.33.
 """
 
 from __future__ import annotations
@@ -102,21 +101,19 @@ FIELDS = {
             "renderer_num_workers",
             HASHED: "enable_prompt_embeds",
             SAMPLING: "max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask "
-            "logits_processors "
-            "spec_target_max_model_len",
+            "logits_processors spec_target_max_model_len",
             ROUNDING: "enforce_eager disable_cascade_attn",
             WATCHING: "served_model_name enable_return_routed_experts enable_trace_replay",
             WEIGHTS: "hf_token allow_deprecated_quantization",
             PLACEMENT: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend "
             "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator",
             HANDED_ON: "language_model_only limit_mm_per_prompt enable_mm_embeds media_io_kwargs "
-            "mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type "
-            "mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only "
-            "mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
-            "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
-            "mm_encoder_fp8_scale_save_margin interleave_mm_strings skip_mm_profiling "
-            "video_pruning_rate video_pruning_method mm_tensor_ipc mm_ipc_gpu_memory_gb "
-            "mm_device_do_normalize mm_processor_device",
+            "mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm "
+            "mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode "
+            "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+            "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin interleave_mm_strings "
+            "skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc "
+            "mm_ipc_gpu_memory_gb mm_device_do_normalize mm_processor_device",
         },
     ),
     "MultiModalConfig": Fields(
@@ -275,3 +272,13 @@ FIELDS = {
         },
     ),
 }
+
+_VARIABLES = (
+    "VLLM_B12X_ VLLM_BATCH_INVARIANT VLLM_BLOCKSCALE_ VLLM_CPU_INT4_ VLLM_DEEPEPLL_NVFP4_ "
+    "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_ VLLM_DISABLED_KERNELS VLLM_FLASHINFER_MOE_ VLLM_FLOAT32_ "
+    "VLLM_HUMMING_ VLLM_KIMI_K3_AUX_ VLLM_MARLIN_ VLLM_MOE_ROUTING_ VLLM_MOE_USE_ VLLM_MXFP "
+    "VLLM_ROCM_ VLLM_TEST_FORCE_LOAD_ VLLM_USE_DEEP_GEMM VLLM_USE_FLASHINFER_MOE_ "
+    "VLLM_USE_MODELSCOPE VLLM_XPU_INC_"
+)
+VARIABLES = tuple(_VARIABLES.split())
+"""How names begin of environment variables that decide what vLLM computes, or how coarsely."""

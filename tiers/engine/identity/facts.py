@@ -7,6 +7,7 @@ import enum
 import hashlib
 import json
 import logging
+import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tiers.concurrency.executors import widen_affinity
-from tiers.engine.identity.config_fields import FIELDS, PARTS
+from tiers.engine.identity.config_fields import FIELDS, PARTS, VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +97,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return text that is equal for equal settings, in every process.
-
-    The text of an object without a `repr` of its own contains its address, and equals no other.
-    """
+    """Return text that is equal for equal settings, in every process; that of an object without a
+    `repr` of its own contains its address, and equals no other."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -120,12 +119,17 @@ def config_digest(hf_config: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def attention_facts(vllm_config: Any) -> dict[str, str]:
-    """Return how this device's kernels pack the bytes of a block, beyond shapes and strides.
+def layer_facts(vllm_config: Any, worker: Any) -> Mapping[str, str]:
+    """Return the facts of a worker's layers, its model as it was made, and its environment."""
+    config = vllm_config.model_config
+    made = unseen_facts(config) if worker is None else made_facts(worker.get_model())
+    known = {**attention_facts(vllm_config), **made, **generation_facts(config)}
+    return {**known, **variable_facts(os.environ)}
 
-    Call this when the engine registers its paged KV or later: before, a CPU layer does not know its
-    instruction set.
-    """
+
+def attention_facts(vllm_config: Any) -> dict[str, str]:
+    """Return how this device's kernels pack the bytes of a block, beyond shapes and strides. Before
+    the engine registers its paged KV, a CPU layer does not know its instruction set."""
     layers = vllm_config.compilation_config.static_forward_context
     by_kind: dict[str, list[str]] = {}
     for name, layer in layers.items():
@@ -163,12 +167,8 @@ def _device(vllm_config: Any, layers: list[Any]) -> str:
     if kind != "cpu":
         return f"{kind} {platform.machine()}"
     # AMX is a fact of its own only if some layer does not show which instructions it uses.
-    attention = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
-    amx = (
-        ""
-        if all(hasattr(layer, "isa") for layer in attention)
-        else torch.cpu._is_amx_tile_supported()
-    )
+    is_shown = all(hasattr(one, "isa") for one in layers if hasattr(one, "get_attn_backend"))
+    amx = "" if is_shown else torch.cpu._is_amx_tile_supported()
     return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
 
 
@@ -198,17 +198,20 @@ def generation_facts(model_config: Any) -> dict[str, str]:
     return {"generation": text_of(decides)} if decides else {}
 
 
+def variable_facts(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are set, and decide what vLLM computes without a setting's word."""
+    return {name: value for name, value in environ.items() if name.startswith(VARIABLES)}
+
+
 def _simple(module: Any) -> dict[str, Any]:
     values = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
     return {"": type(module).__name__, **{k: v for k, v in values.items() if k not in _KERNELS}}
 
 
 class BackgroundFacts:
-    """Finds the facts of a worker: quickly those of its layers, in the background the others.
-
-    `at_once` is called by the first `known`, then `slowly` on a daemon thread, for which no ending
-    process waits. `otherwise`: the facts if either fails; they must be no other engine's.
-    """
+    """Finds the facts of a worker: quickly those of its layers, in the background the others. The
+    first `known` calls `at_once`, then `slowly` on a daemon thread, for which no ending process
+    waits. `otherwise`: the facts if either fails; they must be no other engine's."""
 
     def __init__(
         self,

@@ -65,11 +65,9 @@ class Source:
 
 
 def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
-    """Return where the weights of `model` come from. Raises NoIdentity, OSError.
-
-    `model`, `load`: the engine's configurations. `hub`: the folder for what the engine loads from
-    the model hub. `since`: when the engine was started, in seconds since the epoch.
-    """
+    """Return where the weights of `model` come from. `load`: how they are loaded; `hub`: the folder
+    for what comes from the model hub; `since`: when the engine was started, in seconds since the
+    epoch. Raises NoIdentity, OSError."""
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if "dummy" in load_format:
         return Source(f"random: {model.seed}")
