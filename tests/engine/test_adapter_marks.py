@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -439,6 +440,50 @@ def test_each_request_has_its_files_looked_at_after_it_came(folder: Path) -> Non
     assert engine.marks.of(waiting).may_load, "as it was found"
     clock.now += 2.0
     assert not engine.mark_of(waiting).may_load, "who waits long is looked at again"
+
+
+class Coming(Future[bytes]):
+    """An answer that comes right behind so many questions whether it is there."""
+
+    def __init__(self, stamp: bytes, questions: int) -> None:
+        super().__init__()
+        self._stamp, self._questions = stamp, questions
+
+    def done(self) -> bool:
+        was_done = super().done()
+        if not was_done and self._questions == 0:
+            self.set_result(self._stamp)
+        self._questions -= 1
+        return was_done
+
+
+@pytest.mark.parametrize("questions", range(8))
+def test_an_answer_that_comes_at_any_moment_counts(
+    folder: Path, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, one = Engine(now=Clock()), adapter(folder)
+    engine.load(one)
+    monkeypatch.setattr(
+        engine.marks._lookers, "submit", lambda look, path: Coming(look(path), questions)
+    )
+    steps_of(engine.mark_of(request_of(one)))
+
+
+@pytest.mark.parametrize("questions", range(8))
+def test_an_answer_of_before_a_request_came_counts_at_no_moment(
+    folder: Path, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files were read then, and the answer comes now: meanwhile they have changed."""
+    clock = Clock()
+    engine, one = Engine(now=clock), adapter(folder)
+    engine.load(one)
+    monkeypatch.setattr(
+        engine.marks._lookers, "submit", lambda look, path: Coming(look(path), questions)
+    )
+    engine.is_ready(request_of(one))
+    write(folder, b"2")
+    clock.now += 0.001
+    assert not engine.mark_of(request_of(one)).may_load
 
 
 # -- a whole engine ------------------------------------------------------------------------------

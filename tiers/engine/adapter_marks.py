@@ -231,8 +231,10 @@ class MarksOfRequests(RequestMarks):
             return True
         came = self._came.setdefault(request.request_id, self._now())
         look = self._look(str(adapter.lora_path), came)
-        mark.may_load = look.stamp.done() and self._is_as_read(request, mark, look.stamp.result())
-        return look.stamp.done() or self._is_late(adapter, look)
+        # Once: the answer may come meanwhile, to a look of before the request came too.
+        is_done = look.stamp.done() and look.began >= came
+        mark.may_load = is_done and self._is_as_read(request, mark, look.stamp.result())
+        return is_done or self._is_late(adapter, look)
 
     def forget(self, request_id: str) -> None:
         self._marks.pop(request_id, None)
@@ -294,8 +296,7 @@ class MarksOfRequests(RequestMarks):
         return look
 
     def _is_as_read(self, request: Any, mark: RequestMark, found: bytes) -> bool:
-        is_same = found == self._stamp(self._of_ranks(request, mark))
-        if not is_same:
+        if not (is_same := found == self._stamp(self._of_ranks(request, mark))):
             self._log.warn(
                 f"the files of LoRA adapter {request.lora_request.lora_name!r} have changed since "
                 "the engine read them, so its KV is not loaded: load changed weights from another "
@@ -305,8 +306,7 @@ class MarksOfRequests(RequestMarks):
 
     def _is_late(self, adapter: Any, look: _AdapterLook) -> bool:
         """Return whether nobody waits any more for a look."""
-        is_late = self._now() - look.began > PATIENCE
-        if is_late:
+        if is_late := self._now() - look.began > PATIENCE:
             self._log.warn(
                 f"the folder of LoRA adapter {adapter.lora_name!r}, {adapter.lora_path}, does not "
                 "answer: its KV is not loaded until it does"
