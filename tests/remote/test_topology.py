@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -399,7 +400,6 @@ def test_a_master_is_not_looked_for_because_a_load_was_given_up(
 
     def find(deadline: Deadline) -> Any:
         found.append(Idle())
-        topology._master = cast(Any, found[-1])
         return found[-1]
 
     def fails(stream: Any, places: Sequence[int]) -> None:
@@ -410,6 +410,23 @@ def test_a_master_is_not_looked_for_because_a_load_was_given_up(
         with pytest.raises(TimeoutError), Waiting(lambda seconds=seconds: seconds):  # type: ignore[misc]
             topology.dispatch([b"name"], "reads", fails, Deadline(5))
         assert len(found) == times
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/master"])
+def test_a_verb_goes_on_whose_master_others_forget(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another verb fails at the moment at which it was found."""
+    topology = OneMaster(RedisSpec.model_validate({"url": url}).connection())
+    done: list[Sequence[int]] = []
+    named = SimpleNamespace(ask=lambda *question: [b"127.0.0.1", b"2"])
+    monkeypatch.setattr(topology._sentinels, "at", lambda endpoint: named)
+    monkeypatch.setattr(topology._masters, "at", lambda endpoint: Idle())
+    forgetting = property(lambda topology: None, lambda topology, found: None)
+    monkeypatch.setattr(OneMaster, "_master", forgetting, raising=False)
+    topology.dispatch([b"name"], "reads", lambda _, places: done.append(places), Deadline(5))
+    assert done == [range(1)]
 
 
 def test_a_block_that_is_not_to_be_stored_leaves_no_call_behind() -> None:

@@ -45,7 +45,8 @@ class OneMaster:
     ) -> None:
         """Run `operation` at the server, until the deadline. Raises an error of FAILURES if it
         can't be reached."""
-        master = self._master or self._find(deadline)
+        if (master := self._master) is None:  # another thread may forget it at any time
+            master = self._master = self._find(deadline)
         try:
             with master.borrow(deadline) as stream:
                 operation(stream, range(len(names)))
@@ -65,8 +66,7 @@ class OneMaster:
 
     def _find(self, deadline: Deadline) -> Pool:
         if self._service is None:
-            self._master = self._masters.at(None)
-            return self._master
+            return self._masters.at(None)
         why = "they know none of that name"
         for endpoint in self._endpoints:
             # Half of the time: a sentinel that hangs leaves some for the next ones.
@@ -78,8 +78,7 @@ class OneMaster:
                 why = reason(error)
                 continue
             if named is not None:
-                self._master = self._masters.at(named)
-                return self._master
+                return self._masters.at(named)
         raise Unreachable(f"no sentinel names a master of {self._service!r} ({why})")
 
 
