@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import wait
 from multiprocessing.connection import Connection
 
 import pytest
@@ -97,6 +98,7 @@ def test_a_shut_executor_cancels_what_waits_and_takes_no_more() -> None:
     begun.wait(60)
     pool.shutdown(wait=False, cancel_futures=True)
     assert second.cancelled()
+    assert not wait([second], 20).not_done, "who waits for it goes on"
     assert not first.done()
     with pytest.raises(RuntimeError, match="shut down"):
         pool.submit(int)

@@ -102,6 +102,7 @@ class IoExecutor(Executor):
             self._calls.put(None)
         for future, _ in waiting:
             future.cancel()
+            future.set_running_or_notify_cancel()  # else `wait` would wait for it for ever
         if wait:
             for thread in self._threads:
                 thread.join()
@@ -186,14 +187,12 @@ def widen_affinity() -> None:
         return
     if not any(os.environ.get(name, "").lower() not in _BINDS_NOT for name in _BINDS):
         return
-    try:
+    # Where the parent has ended, or /sys tells nothing, the thread stays bound, and works.
+    with suppress(OSError, ValueError):
         ours = os.sched_getaffinity(0)
         near = os.sched_getaffinity(parent.pid) & _same_nodes(ours)
         if ours < near:
             os.sched_setaffinity(0, near)
-    except (OSError, ValueError):
-        # The parent has ended, or /sys tells nothing: the thread stays bound, and works.
-        return
 
 
 def _same_nodes(cores: set[int]) -> set[int]:

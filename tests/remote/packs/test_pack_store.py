@@ -6,15 +6,18 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.clock import wait_for
-from tiers.errors import TierUnusable
+from tiers.concurrency.executors import in_background
+from tiers.errors import TierNotOpen, TierUnusable
 from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
@@ -59,6 +62,66 @@ def test_many_are_dropped_at_once_and_look_ups_go_on(tmp_path: Path) -> None:
     finally:
         bucket.may_delete.set()
         store.close()
+
+
+class Slow(DirectoryBucket):
+    """Reads nothing before it may."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.reading = self.reads = 0
+        self.may_read = threading.Event()
+
+    def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+        self.reading += 1
+        self.reads += 1
+        assert self.may_read.wait(60)
+        time.sleep(0.01)
+        self.reading -= 1
+        return super().read(name, start, into)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[Slow, PackStore]]:
+    (tmp_path / "shared").mkdir(0o700)
+    bucket = Slow(tmp_path / "shared")
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=1)
+    yield bucket, store
+    bucket.may_read.set()
+    store.close()
+
+
+@pytest.mark.fault
+def test_a_verb_ends_whose_store_is_closed_meanwhile(slow: tuple[Slow, PackStore]) -> None:
+    """One that was lost is closed and opened anew: no verb may wait for the old one for ever."""
+    bucket, store = slow
+    asked = in_background(lambda: store.has([make_key() for _ in range(9)]), "asked")
+    wait_for(lambda: bucket.reading == 2)
+    store.close()
+    bucket.may_read.set()
+    with pytest.raises(TierNotOpen, match="closed"):
+        asked.result(20)
+
+
+@pytest.mark.fault
+def test_a_verb_that_ends_early_leaves_nothing_that_writes_into_its_memory(
+    slow: tuple[Slow, PackStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed while a load begins its reads: another load is given that memory next."""
+    bucket, store = slow
+    submit, memory = store._threads.submit, Memory([make_key() for _ in range(9)], PAYLOAD)
+
+    def closing(*args: Any) -> Any:
+        begun = submit(*args)
+        wait_for(lambda: bucket.reading == 1)
+        store.close()
+        bucket.may_read.set()
+        return begun
+
+    monkeypatch.setattr(store._threads, "submit", closing)
+    with pytest.raises(RuntimeError, match="shut down"):
+        store.get(memory.blocks)
+    assert bucket.reads == 1 and not bucket.reading
 
 
 @pytest.mark.fault

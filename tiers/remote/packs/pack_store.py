@@ -17,7 +17,7 @@ from tiers.block import HEADER_BYTES, Buffer, digest, expect, pack_header, verif
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor, require_unforked, settle
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.errors import OtherFormat, RecordError, TierError, TierUnavailable
+from tiers.errors import OtherFormat, RecordError, TierError, TierNotOpen, TierUnavailable
 from tiers.recent import RecentDict
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
@@ -232,8 +232,7 @@ class PackStore:
     def _mark_held(self, groups: Sequence[_Group], held: list[bool], deadline: Deadline) -> None:
         """Mark the blocks that the bucket has now: what is remembered of it is not believed."""
         asked = [group for group in groups if group.left(held)]
-        known = self._known.get
-        probes = [search.cover(group.keys, group.left(held), known) for group in asked]
+        probes = [search.cover(group.keys, group.left(held), self._known.get) for group in asked]
         for group, spans in zip(asked, self._together(probes, deadline), strict=True):
             for span in spans:
                 for number in range(span.at, span.stop):
@@ -308,9 +307,8 @@ class PackStore:
         except RecordError as error:
             logger.debug("pack %s: %s", name, error)
             self._damaged.count("index")
-            with suppress(
-                TierError, OSError
-            ):  # where nothing can be written it is a miss each time
+            # Where nothing can be written it is a miss each time.
+            with suppress(TierError, OSError):
                 self._bucket.delete([name])
             return None
         if index.payload_bytes != self._payload_bytes:
@@ -422,15 +420,19 @@ class PackStore:
             self._require_time(deadline)
             return call(one)
 
-        # In this call's context: they see how long its caller waits.
-        futures = [self._threads.submit(copy_context().run, in_time, one) for one in some[1:]]
-        if some:  # one on this thread, which would only wait
-            futures.insert(0, Future())
-            settle(futures[0], partial(in_time, some[0]))
-        wait(futures)
+        futures = [Future[R | None]() for _ in some[:1]]
+        try:
+            # In this call's context: they see how long its caller waits.
+            calls = (partial(copy_context().run, in_time, one) for one in some[1:])
+            futures.extend(map(self._threads.submit, calls))
+            if some:  # one on this thread, which would only wait
+                settle(futures[0], partial(in_time, some[0]))
+        finally:
+            wait(futures[1:])  # also where the store was closed, and takes no more
+        if any(future.cancelled() for future in futures):
+            raise TierNotOpen(f"{self._bucket.describe()} was closed meanwhile")
         errors = [error for future in futures if (error := future.exception()) is not None]
-        odd = [error for error in errors if not isinstance(error, TierError | OSError)]
-        if odd:
+        if odd := [error for error in errors if not isinstance(error, TierError | OSError)]:
             raise odd[0]
         results = [None if future.exception() else future.result() for future in futures]
         return results, next((e for e in errors if isinstance(e, Exception)), None)
