@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,10 +212,59 @@ def test_a_digest_is_kept_although_nobody_wants_it_once_it_is_there() -> None:
 
     image, digester = Late(item(pixel_values=RED)), Digester()
     digest = digester.ask(image)
-    digest.add_done_callback(lambda _: digester.drop(image))
+    digest.add_done_callback(lambda _: digester.drop(image, digest))
     began.set()
     assert digest.result(20) is not None
     assert len(digester._known) == 1
+
+
+def test_one_that_is_asked_for_as_another_answer_comes_is_digested_once() -> None:
+    began = threading.Event()
+
+    class Late(UserDict[str, Any]):
+        def items(self) -> Any:
+            began.wait(20)
+            return super().items()
+
+    image, digester = Late(item(pixel_values=RED)), Digester()
+    first = digester.ask(image)
+
+    class Known(dict[int, Any]):
+        def get(self, key: int, default: Any = None) -> Any:
+            found = super().get(key, default)
+            began.set()
+            wait([first], 0.5)
+            return found
+
+    digester._known = Known()
+    second = digester.ask(image)
+    assert second is first, "it is not digested twice"
+    digester.drop(image, first)
+    assert second.result(20) is not None
+
+
+def test_an_answer_that_is_dropped_takes_no_later_one_along() -> None:
+    """Of what can't be watched a digest is not noted, so it is digested again."""
+
+    class Unwatched:
+        __slots__ = ("_data", "gate")
+
+        def __init__(self, data: Any) -> None:
+            self._data, self.gate = data, threading.Event()
+
+        def items(self) -> Any:
+            self.gate.wait(20)
+            return self._data.items()
+
+    image, digester = Unwatched(item(pixel_values=RED)), Digester()
+    image.gate.set()
+    first = digester.ask(image)
+    assert first.result(20) is not None and not digester._known
+    image.gate.clear()
+    second = digester.ask(image)
+    digester.drop(image, first)
+    image.gate.set()
+    assert second.result(20) == first.result()
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)

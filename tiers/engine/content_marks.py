@@ -162,7 +162,7 @@ class ContentMarks(MediaMarks):
 
     def _drop(self, asked: Sequence[_Asked]) -> None:
         for one in asked:
-            self._digester.drop(one.item)
+            self._digester.drop(one.item, one.content)
 
     def _known(self, name: str, content: bytes | None) -> bytes | None:
         """Return what `name` stands for, None if for several contents. A name without a known

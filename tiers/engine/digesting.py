@@ -60,7 +60,7 @@ class Digester:
 
     def __init__(self) -> None:
         self._threads = io_executor(THREADS, "digest")
-        # Without it a thread could take a job while another request is counted as wanting it.
+        # Without it a thread could end a job while another request is counted as wanting it.
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
         self._waiting: list[tuple[int, int, _Job]] = []
@@ -69,13 +69,13 @@ class Digester:
         self._known: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
 
     def ask(self, item: Any) -> Future[bytes | None]:
-        """Digest an item; give what this returns to `drop` once nobody waits for it."""
-        ref, digest = self._known.get(id(item), (None, None))
-        if item is None or (ref is not None and ref() is item):
-            answer: Future[bytes | None] = Future()
-            answer.set_result(digest)
-            return answer
+        """Digest an item; give it and the answer to `drop` once nobody waits for that."""
         with self._lock:
+            ref, digest = self._known.get(id(item), (None, None))
+            if item is None or (ref is not None and ref() is item):
+                answer: Future[bytes | None] = Future()
+                answer.set_result(digest)
+                return answer
             job = self._jobs.get(id(item))
             if is_new := job is None:
                 job = self._jobs[id(item)] = _Job(item)
@@ -85,11 +85,11 @@ class Digester:
             self._threads.submit(self._work)
         return job.answer
 
-    def drop(self, item: Any) -> None:
-        """A request that asked for an item wants no digest any more: one that nobody wants ends."""
+    def drop(self, item: Any, answer: Future[bytes | None]) -> None:
+        """Who asked for an item wants that answer no more: a digest that nobody wants ends."""
         with self._lock:
             job = self._jobs.get(id(item))
-            if job is not None:
+            if job is not None and job.answer is answer:  # not one that others asked for since
                 job.wanted -= 1
                 if not job.wanted:
                     del self._jobs[id(item)]
