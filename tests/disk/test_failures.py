@@ -7,11 +7,14 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 
 from tests.disk.audit import (
@@ -30,6 +33,7 @@ from tests.disk.audit import (
 from tests.support.clock import wait_for
 from tiers.disk.folder import upkeep
 from tiers.disk.index import fingerprint_index
+from tiers.disk.index.edit import Edit, Slot
 from tiers.disk.index.fingerprint_index import FingerprintTable
 from tiers.disk.slab import Slab
 from tiers.errors import TierFull, TierUnavailable
@@ -335,6 +339,44 @@ def test_a_load_that_was_refused_threads_leaves_none_behind(
         then = [bytes(block.payload) for block in memory.blocks]
         taken[0].result(WAIT_S)
         assert [bytes(block.payload) for block in memory.blocks] == then
+
+
+@pytest.mark.fault
+def test_what_an_edit_that_failed_had_claimed_is_left_to_who_has_it_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be freed under that one's write, and the index found damaged."""
+    save, write = Edit.save_state, Slab.write
+    begun: list[Future[list[bool]]] = []
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def fails(edit: Edit) -> None:
+        monkeypatch.setattr(Edit, "save_state", save)
+        raise lmdb.DiskError("no space")
+
+    def waits(*args: Any) -> None:
+        is_writing.set()
+        assert may_write.wait(WAIT_S)
+        write(*args)
+
+    class Late(deque[Slot]):
+        def extend(self, slots: Iterable[Slot]) -> None:
+            if not begun:
+                begun.append(threads.submit(put, store, keys(2)))
+                assert is_writing.wait(WAIT_S)
+            super().extend(slots)
+
+    with opened(tmp_path) as store, ThreadPoolExecutor(1) as threads:
+        folder = folder_of(store)
+        with folder.upkeep.held_back():
+            folder._leaked = Late()
+            monkeypatch.setattr(Slab, "write", waits)
+            monkeypatch.setattr(Edit, "save_state", fails)
+            with pytest.raises(TierFull):
+                put(store, keys(1))
+        may_write.set()
+        assert begun[0].result() == [True]
+        audit(store)
 
 
 @pytest.mark.fault

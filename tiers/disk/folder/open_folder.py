@@ -155,9 +155,8 @@ class OpenFolder:
             some: list[Slot] = []
             try:
                 with self.index.edit(self._owner.id) as edit:
-                    some = [
-                        self._freed.popleft() for _ in range(min(len(self._freed), EVICT_BATCH))
-                    ]
+                    count = min(len(self._freed), EVICT_BATCH)
+                    some = [self._freed.popleft() for _ in range(count)]
                     self.slabs.punch(slot for slot in some if edit.is_free(slot))
             except BaseException:
                 self._freed.extend(some)
@@ -230,9 +229,10 @@ class OpenFolder:
         before = -1
         try:
             while before < len(slots) < len(sizes):
-                before = len(slots)
+                before, more = len(slots), slots.copy()
                 with self.edit() as edit:
-                    self._reserve(edit, sizes, slots)
+                    self._reserve(edit, sizes, more)
+                slots = more  # only now: what a failed edit had claimed may be others' at once
                 # On a full file system the space of slots of other sizes is there from now on.
                 if not edit.freed or edit.used > edit.capacity:
                     break
