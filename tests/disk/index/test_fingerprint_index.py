@@ -320,6 +320,22 @@ def test_where_no_other_table_can_be_made_the_index_answers(
         assert not wrapped.failures.total
 
 
+@pytest.mark.parametrize("looks", range(5))
+def test_a_lookup_whose_table_goes_at_any_moment_is_answered(
+    tmp_path: Path, looks: int, later: Later, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that can't make another, or read the index, drops it."""
+    monkeypatch.setattr(Upkeep, "start", lambda self: None)
+    with opened(tmp_path) as store:
+        put(store, keys(*range(4)))
+        table = settled(store)._folder.fingerprints._table
+        put(store, keys(4))
+        left = iter([table] * looks)
+        going = property(lambda _: next(left, None), lambda _, made: None)
+        monkeypatch.setattr(FingerprintIndex, "_table", going, raising=False)
+        agree(store)
+
+
 def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, stopped = threading.Event(), threading.Event()
     original = FingerprintIndex.stop

@@ -173,7 +173,7 @@ class FingerprintIndex:
         # Not one of those that read and write, which would miss it for a minute.
         self._thread = io_executor(1, "disk-table")
         self._submit: Callable[[Callable[[], None]], object] = self._thread.submit
-        self._table: FingerprintTable | None = None
+        self._table: FingerprintTable | None = None  # a thread that can't make another drops it
         self._row = 0
         self._followed = -1
         """The number of the commit up to which the table has followed the log."""
@@ -228,7 +228,7 @@ class FingerprintIndex:
 
     def _follow(self) -> bool:
         """Apply the next rows of the log; return whether there is a table and those were all."""
-        if self._table is None:
+        if (table := self._table) is None:
             return False
         # Reading the log gives up Python's lock, which an engine's thread then waits for.
         if self._index.last_commit() == self._followed:
@@ -238,14 +238,14 @@ class FingerprintIndex:
         if rows is None:
             return False
         for changes in rows[:_ROW_BATCH]:
-            self._table.apply(changes)
+            table.apply(changes)
             self._row += 1
         is_whole = len(rows) <= _ROW_BATCH
         self._followed = commit if is_whole else -1
         return is_whole
 
     def _needs_another(self) -> bool:
-        return self._table is None or self._lost or self._table.is_crowded
+        return (table := self._table) is None or self._lost or table.is_crowded
 
     def _renew(self) -> None:
         """Make a table if another is needed, and let it catch up with the log."""
