@@ -6,12 +6,15 @@ import ctypes
 import mmap
 import os
 import resource
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.clock import wait_for
 from tiers.errors import TierUnusable
+from tiers.host import slot_memory
 from tiers.host.slot_memory import AHEAD, Prefault, SlotMemory
 from tiers.host.spare_memory import reservable_memory
 
@@ -136,6 +139,42 @@ def test_pages_that_were_given_back_are_provided_anew() -> None:
     wait_until_given(prefault, 64 * SLOT)
     assert resident(memory) == 64 * SLOT
     prefault.close()
+
+
+def test_a_range_that_is_cut_while_it_is_used_is_provided_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its thread would ask for the nothing that is left, again and again."""
+    memory = SlotMemory(8, SLOT, pin=False)
+    asked: list[int] = []
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        asked.append(size)
+        return 0
+
+    monkeypatch.setattr(slot_memory, "_madvise", lambda: madvise)
+    prefault = Prefault(memory.rows.data_ptr(), 8 * SLOT)
+    wait_until_given(prefault, 8 * SLOT)
+    prefault.resize(2 * SLOT)
+    prefault.resize(8 * SLOT)
+
+    class Cut(threading.Condition):
+        """Others cut the range before a use has the lock."""
+
+        def __enter__(self) -> bool:
+            prefault._changed = changed
+            prefault.resize(4 * SLOT)
+            return changed.__enter__()
+
+        def __exit__(self, *args: Any) -> None:
+            return changed.__exit__(*args)
+
+    changed, prefault._changed = prefault._changed, Cut()
+    prefault.used(2 * SLOT)
+    wait_until_given(prefault, 4 * SLOT)
+    assert prefault._wanted == 4 * SLOT
+    prefault.close()
+    assert min(asked) > 0
 
 
 @pytest.mark.parametrize("limit", ["addresses", "overcommit"])

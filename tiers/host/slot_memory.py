@@ -281,7 +281,7 @@ class Prefault:
         wanted = min(end + AHEAD, self._length)
         if wanted > self._wanted:
             with self._changed:
-                self._wanted = wanted
+                self._wanted = min(wanted, self._length)  # which may be less by now
                 self._changed.notify()
 
     def resize(self, length: int) -> None:
