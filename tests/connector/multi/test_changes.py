@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer, free_port
 from tests.support.topologies import wait_until
 from tiers.connector.multi import changes
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.changes import ChangeReport
 from tiers.contract.messages import WorkerHandshake
@@ -281,6 +283,42 @@ def test_an_engine_that_ends_while_ranks_prepare(tmp_path: Path) -> None:
         engine.close()
         assert pending.wait(0) and "ended" in pending.why
     assert ask_for(engine, chain_of(cpu(8), disk(tmp_path))).why == "the engine is ending"
+
+
+@pytest.mark.parametrize("how", ["late", "the engine ends"])
+def test_what_opens_behind_the_end_of_its_change_is_closed(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, goes_on = threading.Event(), threading.Event()
+    open_ahead = OffloadingScheduler.open_ahead
+
+    def slowly(tier: OffloadingScheduler, handshakes: Sequence[WorkerHandshake]) -> None:
+        opening.set()
+        assert goes_on.wait(60)
+        open_ahead(tier, handshakes)
+
+    monkeypatch.setattr(OffloadingScheduler, "open_ahead", slowly)
+    with running(chain_of(cpu(8)), ranks=1) as engine:
+        pending = ask_for(engine, chain_of(cpu(8), disk(tmp_path)))
+
+        def begins() -> bool:
+            engine.step()
+            return opening.is_set()
+
+        wait_until(begins)
+        (attaching,) = [t for t in threading.enumerate() if t.name == "kvtiers-attach"]
+        if how == "late":
+            changes_of(engine)._until = 0.0
+            finish(engine, pending)
+            assert "the scheduler has not opened it" in pending.why
+        else:
+            engine.close()
+        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-abort"]:
+            thread.join()
+        assert not list((tmp_path / "owners").glob("*"))
+        goes_on.set()
+        attaching.join()
+        assert not list((tmp_path / "owners").glob("*"))
 
 
 def test_a_change_that_no_step_begins_is_withdrawn(tmp_path: Path) -> None:

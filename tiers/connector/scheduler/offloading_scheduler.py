@@ -117,8 +117,7 @@ class OffloadingScheduler(SchedulerConnector):
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
         try:
-            opened = self._opener.open(self._spec, ranks, in_step, self._tier.evicted)
-            self._tier.opened(opened)
+            self._tier.opened(self._opener.open(self._spec, ranks, in_step, self._tier.evicted))
         except TierUnusable as error:
             self._tier.failed(str(error))
         # The metrics learn of it by a step, which an engine without requests makes for that.
@@ -136,8 +135,9 @@ class OffloadingScheduler(SchedulerConnector):
         """Open the tier for these workers, by rank, on the calling thread: nobody uses it yet.
         Raises TierUnusable."""
         self._handshakes = {handshake.rank: handshake for handshake in handshakes}
-        opened = self._opener.open(self._spec, handshakes, False, self._tier.evicted)
-        self._tier.opened(opened)
+        self._tier.opened(self._opener.open(self._spec, handshakes, False, self._tier.evicted))
+        if not self._tier.usable:  # the change was given up meanwhile
+            self.shutdown()
 
     def retune(
         self, spec: OffloadingSpec, tenants: Tenants, promote: bool, is_only: bool, max_wait: float
