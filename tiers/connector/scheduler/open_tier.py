@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import or_
@@ -74,6 +75,9 @@ class TierOpener:
         self._now = now
         self.follow(chain)
         self._pool: SlotPool | None = None
+        # Without it a tier that a change brings and one that joins late, on the scheduler's thread,
+        # could each make slots, and both hand out the same memory.
+        self._making = threading.Lock()
         self._resizes = 0
         self._hosts: dict[HostManager, int] = {}
         """How many blocks each may keep."""
@@ -96,7 +100,8 @@ class TierOpener:
         """
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload = max(handshake.payload_bytes for handshake in handshakes)
-        pool = self._open_pool(payload, handshakes) if self._pool is None else self._pool
+        with self._making:
+            pool = self._open_pool(payload, handshakes) if self._pool is None else self._pool
         inventory: Inventory | None = None
         one_writer = False
         if isinstance(tier, HostSpec):
@@ -180,17 +185,9 @@ class TierOpener:
                 store.close()
                 raise
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
-        deadline = lookup_seconds(self._chain.max_wait)
         groups = BlockGroups(self._engine)
-        manager = StoreManager(
-            store,
-            spaces,
-            self._generation,
-            self._now,
-            deadline,
-            in_order=groups.in_order,
-            in_rows=groups.in_rows,
-        )
+        args = store, spaces, self._generation, self._now, lookup_seconds(self._chain.max_wait)
+        manager = StoreManager(*args, in_order=groups.in_order, in_rows=groups.in_rows)
         if self._engine.kv_events:
             self._stores.append(manager)
         return manager
