@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,6 +175,37 @@ def test_what_is_prepared_is_kept_until_it_is_had_or_aborted(tmp_path: Path) -> 
     host.prepare_resize("cpu", 12 << 12)
     host.abort_resize()
     assert settled(host) == 4
+    host.close()
+
+
+@pytest.mark.parametrize("looks", range(3))
+@pytest.mark.parametrize("name", ["_kept", "_wanted"])
+def test_what_a_change_has_taken_is_not_given_back_at_any_moment(
+    tmp_path: Path, name: str, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in effect while memory of the one before is given back, on another thread."""
+    host = growing(tmp_path)
+    host.prepare_resize("cpu", 4 << 12)
+    host.resize("cpu", 4 << 12)
+    host.prepare_resize("cpu", 8 << 12)
+    value: int = getattr(host, name)
+
+    def look(host: HostSlots) -> int:
+        nonlocal looks
+        seen = value
+        if threading.current_thread() is not threading.main_thread():
+            looks -= 1
+            if looks == -1:
+                host.resize("cpu", 8 << 12)
+        return seen
+
+    def change(host: HostSlots, now: int) -> None:
+        nonlocal value
+        value = now
+
+    monkeypatch.setattr(HostSlots, name, property(look, change), raising=False)
+    host.vacated(4, resizes=1)
+    assert settled(host) == 8
     host.close()
 
 

@@ -209,7 +209,8 @@ class HostSlots:
         its memory afterwards, so that none of it is given back."""
         with self._fitting:
             stride, before = slot_stride(self.payload_bytes), len(self.memory.rows)
-            keep = max(self._kept, self._wanted)
+            # What is wanted first, each time: `resize` keeps it before it is wanted no more.
+            keep = max(self._wanted, self._kept)
             if self._prefault is not None:
                 self._prefault.resize(min(before, keep) * stride)
             for slot in range(keep, before):
@@ -220,7 +221,7 @@ class HostSlots:
                 if self._checksums is not None:
                     self._checksums.keep(slot, None)
             try:
-                while self.memory.shrink(max(self._kept, self._wanted)):
+                while self.memory.shrink(max(self._wanted, self._kept)):
                     pass
             except TierUnusable as error:
                 logger.warning("host memory that is not used any more stays pinned: %s", error)
