@@ -423,6 +423,7 @@ def test_a_folder_that_hangs_keeps_nobody_waiting(
     assert engine.marks.ready(second), "nor does anybody wait after it"
     assert not engine.marks.of(second).may_load
     steps_of(engine.mark_of(request_of(other)))
+    wait_for(lambda: len(threads) > 1)
     assert threading.current_thread().name not in threads and len(threads) == 2
     assert [r.message for r in caplog.records if "does not answer" in r.message]
 

@@ -240,11 +240,11 @@ def test_memory_of_a_change_that_was_refused_is_not_the_next_ones(
     hangs, goes_on = threading.Event(), threading.Event()
     check = HostSlots._check_room
 
-    def hang_once(host: HostSlots, slots: int, pin: bool, there: int = 0) -> None:
-        if there and not hangs.is_set():
+    def hang_once(host: HostSlots, slots: int, pin: bool, *there: int) -> None:
+        if there and not hangs.is_set():  # of a change, however little is provided yet
             hangs.set()
             goes_on.wait(60)
-        check(host, slots, pin, there)
+        check(host, slots, pin, *there)
 
     monkeypatch.setattr(HostSlots, "_check_room", hang_once)
     with running(chain_of(cpu(8)), ranks=1) as engine:
@@ -315,10 +315,10 @@ def test_what_opens_behind_the_end_of_its_change_is_closed(
             engine.close()
         for thread in [t for t in threading.enumerate() if t.name == "kvtiers-abort"]:
             thread.join()
-        assert not list((tmp_path / "owners").glob("*"))
+        wait_until(lambda: not list((tmp_path / "owners").glob("*")))
         goes_on.set()
         attaching.join()
-        assert not list((tmp_path / "owners").glob("*"))
+        wait_until(lambda: not list((tmp_path / "owners").glob("*")))
 
 
 def test_a_change_that_no_step_begins_is_withdrawn(tmp_path: Path) -> None:
