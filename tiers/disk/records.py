@@ -184,11 +184,8 @@ class DiskRecords:
             raise TierUnusable(f"{self._folder.namespaces} is not a folder of this user")
         draft = place.with_name(f"{place.name}.{os.getpid()}.draft")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        handle = os.open(draft, flags, 0o600)
-        try:
-            os.write(handle, text)
-        finally:
-            os.close(handle)
+        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(text)
         draft.rename(place)
 
     def close(self) -> None:

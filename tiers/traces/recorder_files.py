@@ -201,11 +201,9 @@ class RecordFolder:
             os.unlink(_DRAFT, dir_fd=self._folder)
         key = secrets.token_bytes(KEY_BYTES)
         draft = os.open(_DRAFT, _NEW | os.O_WRONLY, 0o600, dir_fd=self._folder)
-        try:
-            os.write(draft, key.hex().encode() + b"\n")
-            os.fsync(draft)
-        finally:
-            os.close(draft)
+        with os.fdopen(draft, "wb", buffering=0) as file:
+            file.write(key.hex().encode() + b"\n")
+            os.fsync(file)
         os.rename(_DRAFT, _KEY, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         return self._read_key()
 

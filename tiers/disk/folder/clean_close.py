@@ -139,9 +139,7 @@ def record(folder: Folder, content: bytes) -> None:
     # It gets its name only when it is whole: a digest cut by a power cut would condemn the index.
     draft = folder.digest.with_suffix(".draft")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(handle, content)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with os.fdopen(handle, "wb", buffering=0) as file:
+        file.write(content)
+        os.fsync(file)
     draft.rename(folder.digest)

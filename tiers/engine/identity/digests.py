@@ -137,15 +137,10 @@ def _own_folder(folder: Path) -> Path | None:
 def _kept(entry: Path, stamp: Stamp) -> str | None:
     """Return the digest in `entry` for a file with this `stamp`; None without a valid one."""
     try:
-        file = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        entry_fields = json.loads(os.read(file, ENTRY_BYTES))
+        with os.fdopen(os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            entry_fields = json.loads(file.read(ENTRY_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    finally:
-        os.close(file)
     match entry_fields:
         case [list(theirs), str(digest)] if theirs == list(stamp) and _DIGEST.fullmatch(digest):
             return digest

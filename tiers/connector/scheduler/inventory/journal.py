@@ -99,11 +99,8 @@ class Journal:
             self._bytes -= before
             return
         draft = file.with_suffix(_DRAFT)
-        made = _create(draft)
-        try:
-            _write(made, b"".join(map(pack, runs)))
-        finally:
-            os.close(made)
+        with os.fdopen(_create(draft), "wb") as made:
+            made.writelines(map(pack, runs))
         draft.rename(file)
         self._bytes += file.stat().st_size - before
 
@@ -114,10 +111,8 @@ class Journal:
         if before is None or before.stat().st_size + file.stat().st_size > SEGMENT_BYTES:
             return file
         onto = os.open(before, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            _write(onto, file.read_bytes())
-        finally:
-            os.close(onto)
+        with os.fdopen(onto, "ab") as end:
+            end.write(file.read_bytes())
         file.unlink()
         return before
 
