@@ -43,13 +43,13 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
     ask(made)
     made.settle()
     scheduler = scheduler_of(made)
-    held = scheduler.blocks_held
+    held = scheduler.manager.slots_kept()
     with monkeypatch.context() as patched:
         patched.setattr(HostSlots, "wait_and_verify", slow)
         request = made.add(LONG, 4)
         while not measured(made, "load_timeouts", "cpu"):
             made.step()
-        left = scheduler.blocks_held
+        left = scheduler.manager.slots_kept()
         made.scheduler.abort(request.request_id)
         made.run()
     assert left == held, "intact blocks were given up"

@@ -318,7 +318,7 @@ def test_a_cpu_tier_tells_how_full_it_is(engine: MakeEngine) -> None:
     made.generate(list(range(30)), 1)
     made.settle()
     made.step()
-    kept = scheduler_of(made).blocks_held
+    kept = scheduler_of(made).manager.slots_kept()
     assert 0 < kept <= 4
     assert measured(made, "used_bytes", "cpu") == kept * SLOT
     assert measured(made, "capacity_bytes", "cpu") == 4 * SLOT

@@ -90,12 +90,12 @@ def test_host_memory_is_given_back_and_the_blocks_used_last_stay(
     scheduler, workers = halves(made, "cpu")
     memory = workers[-1]._host.memory
     ask(made, PROMPTS, world_size)
-    assert scheduler.blocks_held == 16 * 11
+    assert scheduler.manager.slots_kept() == 16 * 11
     ask(made, PROMPTS[8:], world_size)
     assert resize(made, spec, 88 * block) == []
     assert shrunk(made) == 88 + 40
     assert measured(made, "capacity_bytes", "cpu") == 88 * block
-    assert scheduler.blocks_held == 88 and measured(made, "evictions", "cpu") == 88
+    assert scheduler.manager.slots_kept() == 88 and measured(made, "evictions", "cpu") == 88
     wait_for(lambda: len(memory.rows) == 128)
     # A huge page's end, which nobody uses, may stay beyond what there was.
     wait_for(lambda: resident(memory, (176 + 40) * SLOT) <= 128 * SLOT)
@@ -104,7 +104,7 @@ def test_host_memory_is_given_back_and_the_blocks_used_last_stay(
     assert measured(made, "hit_tokens", "cpu") == before + 8 * 40, "no block of them was lost"
     assert resize(made, spec, 352 * block) == []
     ask(made, [*PROMPTS, *([token + 1000 for token in prompt] for prompt in PROMPTS)], world_size)
-    assert scheduler.blocks_held == 352 and len(memory.rows) == 392
+    assert scheduler.manager.slots_kept() == 352 and len(memory.rows) == 392
     before = measured(made, "hit_tokens", "cpu")
     ask(made, PROMPTS, world_size)
     assert measured(made, "hit_tokens", "cpu") == before + 16 * 40
@@ -114,7 +114,7 @@ def test_host_memory_is_given_back_and_the_blocks_used_last_stay(
 def assert_nothing_pinned(scheduler: Any) -> None:
     pool = scheduler.pool
     assert {pool.references(slot) for slot in range(pool.num_slots)} <= {0, 1}
-    assert pool.in_use == scheduler.blocks_held
+    assert pool.in_use == scheduler.manager.slots_kept()
 
 
 def test_a_rank_that_refuses_keeps_all_as_they_were(

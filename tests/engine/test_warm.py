@@ -74,7 +74,7 @@ def test_whole_prefixes_come_those_that_were_used_last_first(
     caplog.set_level(logging.INFO)
     made = warmed(engine, tmp_path, 25, world_size=ranks, slots=400 * ranks)
     assert measured(made, "warmed_blocks", "disk") == 25
-    assert scheduler_of(made).blocks_held == 25
+    assert scheduler_of(made).manager.slots_kept() == 25
     assert "as much as may be is loaded" in caplog.text
     served = [ask(made, prompt, ranks) for prompt in PROMPTS[:-4:-1]]
     assert served == [
@@ -102,7 +102,7 @@ def test_the_coldest_of_what_was_loaded_is_evicted_first(
 ) -> None:
     stored(engine, tmp_path)
     made = warmed(engine, tmp_path, slots=30, eviction=eviction)
-    assert scheduler_of(made).blocks_held == 30, "as many as it has room for"
+    assert scheduler_of(made).manager.slots_kept() == 30, "as many as it has room for"
     assert measured(made, "evictions", "cpu") == 0
     ask(made, [5] * 41)  # ten blocks, and one that its answer completes
     assert ask(made, PROMPTS[-1]) == {"cpu": WHOLE, "disk": 0}
@@ -130,11 +130,11 @@ def test_a_reset_meanwhile_leaves_nothing(
         if measured(made, "warmed_blocks", "disk") and scheduler_of(made, 1).jobs_in_flight:
             break
         made.step()
-    held = scheduler_of(made).blocks_held
+    held = scheduler_of(made).manager.slots_kept()
     assert 0 < held < 100 and scheduler_of(made).pool.in_use > held, "one job is in flight"
     made.reset_cache()
     made.run()
-    assert scheduler_of(made).blocks_held == scheduler_of(made).pool.in_use == 0
+    assert scheduler_of(made).manager.slots_kept() == scheduler_of(made).pool.in_use == 0
     assert ask(made, PROMPTS[-1]) == {"cpu": 0, "disk": 0}
 
 
@@ -200,7 +200,7 @@ def test_an_engine_that_idles_makes_no_step_for_a_store_that_hangs(
     finally:
         goes_on.set()
     wait_until(lambda: not made.step() and not scheduler_of(made, 1).jobs_in_flight)
-    held = scheduler_of(made).blocks_held
+    held = scheduler_of(made).manager.slots_kept()
     assert held == scheduler_of(made).pool.in_use > 0
     assert ask(made, PROMPTS[-1])["cpu"] == WHOLE
 
@@ -242,7 +242,7 @@ def test_a_store_that_leaves_meanwhile_ends_it(
             made.step()
         assert not change(made, chain_of(host)).why
         made.run()
-        assert 0 < scheduler_of(made).blocks_held < 100
+        assert 0 < scheduler_of(made).manager.slots_kept() < 100
         assert served(made, PROMPTS[-1]) == {"cpu": WHOLE}
 
 
@@ -260,7 +260,7 @@ def test_a_cpu_tier_that_is_resized_meanwhile(
             made.step()
         assert not change(made, chain_of(cpu(slots), store, warm={})).why
         made.run()
-        assert 20 <= scheduler_of(made).blocks_held <= slots
+        assert 20 <= scheduler_of(made).manager.slots_kept() <= slots
         assert ask(made, PROMPTS[-1])["cpu"] + ask(made, PROMPTS[0])["disk"] > 0
 
 

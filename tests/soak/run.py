@@ -211,7 +211,7 @@ class Soak:
         tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
         leaked = engine.num_blocks - engine.scheduler.pool.num_free
         leaked += sum(tier.slots_pinned for tier in tiers)
-        resident = tiers[0].blocks_held
+        resident = tiers[0].manager.slots_kept()
         leaked += tiers[0].pool.in_use - resident
         self.report.leaked_slots += leaked
         engine.close()

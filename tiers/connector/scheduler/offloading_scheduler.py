@@ -214,11 +214,6 @@ class OffloadingScheduler(SchedulerConnector):
         return self._stores.slots_pinned
 
     @property
-    def blocks_held(self) -> int:
-        """Blocks that the tier keeps in slots."""
-        return self.manager.slots_kept()
-
-    @property
     def jobs_in_flight(self) -> int:
         """Loads and stores that have not ended on all ranks."""
         return len(self._jobs)
