@@ -41,7 +41,8 @@ class Breaker:
         clock: Callable[[], float],
     ) -> None:
         self.deadline = deadline
-        self._first = self._wait = retry_after
+        self._first = self.wait = retry_after
+        """`wait`: seconds from a failed trial to the next, as of now."""
         self._longest = retry_after_max
         self._clock = clock
         self._retry_at: float | None = None
@@ -54,11 +55,6 @@ class Breaker:
     def is_closed(self) -> bool:
         """Whether calls go through."""
         return self._retry_at is None
-
-    @property
-    def wait(self) -> float:
-        """Seconds from a failed trial to the next, as of now."""
-        return self._wait
 
     def is_refusing(self) -> bool:
         """Whether a call would be refused now. Does not use up a trial."""
@@ -82,7 +78,7 @@ class Breaker:
             call = Call(now, is_trial=self._retry_at is not None)
             if call.is_trial:
                 # Other calls are refused until the trial ends, or its deadline is over.
-                self._retry_at = now + max(self._wait, self.deadline)
+                self._retry_at = now + max(self.wait, self.deadline)
             self._in_flight.add(call)
             return call
 
@@ -112,7 +108,7 @@ class Breaker:
             if not call.is_trial or call.is_late or self._retry_at is None:
                 return False
             self._retry_at = None
-            self._wait = self._first
+            self.wait = self._first
             return True
 
     def failed(self, call: Call) -> bool:
@@ -142,7 +138,7 @@ class Breaker:
     def _open(self, call: Call) -> bool:
         opened = self._retry_at is None
         if call.is_trial and not opened:
-            self._wait = min(self._wait * 2, self._longest)
+            self.wait = min(self.wait * 2, self._longest)
         if opened or call.is_trial:
-            self._retry_at = self._clock() + self._wait
+            self._retry_at = self._clock() + self.wait
         return opened

@@ -20,16 +20,12 @@ class Generation:
         """`lasts`: resets change nothing, since the weights don't. `is_own`: the first one is this
         engine's alone, too."""
         self.lasts = lasts
-        self._tag = b""
+        self.tag = b""
+        """What the keys of this generation end with."""
         self._over = b""
         self._is_used = True
         if is_own:
             self.renew()
-
-    @property
-    def tag(self) -> bytes:
-        """What the keys of this generation end with."""
-        return self._tag
 
     def renew(self) -> bytes:
         """Begin another, and return the one before; keys of all earlier ones are no longer made.
@@ -37,20 +33,20 @@ class Generation:
         The tiers of a chain, which are reset one after the other, begin one between them.
         """
         if self._is_used:
-            self._over, self._tag = self._tag, secrets.token_bytes(GENERATION_BYTES)
+            self._over, self.tag = self.tag, secrets.token_bytes(GENERATION_BYTES)
             self._is_used = False
         return self._over
 
     def key(self, block: bytes) -> bytes:
         self._is_used = True
-        return block + self._tag
+        return block + self.tag
 
     def owns(self, key: bytes) -> bool:
-        return key.endswith(self._tag)
+        return key.endswith(self.tag)
 
     def block(self, key: bytes) -> bytes:
         """The `block` that `key` was called with. Only for keys of this generation."""
-        return key[: len(key) - len(self._tag)]
+        return key[: len(key) - len(self.tag)]
 
 
 def space_of(namespace: bytes, generation: bytes) -> bytes:

@@ -268,7 +268,8 @@ class Prefault:
         """`address`: page-aligned start of the range, which stays mapped until `close` returns."""
         self._address = address
         self._length = length
-        self._done = 0
+        self.done = 0
+        """Bytes provided, from the start."""
         self._wanted = min(AHEAD, length)
         self._is_closed = False
         # Without it a use could be recorded between the thread's check and its wait.
@@ -288,25 +289,20 @@ class Prefault:
         """The range has another length; what was beyond it is provided anew when it is used."""
         with self._changed:
             self._length = length
-            self._wanted, self._done = min(self._wanted, length), min(self._done, length)
-
-    @property
-    def done(self) -> int:
-        """Bytes provided, from the start."""
-        return self._done
+            self._wanted, self.done = min(self._wanted, length), min(self.done, length)
 
     def _run(self) -> None:
         widen_affinity()
         madvise = _madvise()
         while self._has_work():
-            size = min(_STEP, self._length - self._done)
-            if madvise(self._address + self._done, size, MADV_POPULATE_WRITE) != 0:
+            size = min(_STEP, self._length - self.done)
+            if madvise(self._address + self.done, size, MADV_POPULATE_WRITE) != 0:
                 return
-            self._done += size
+            self.done += size
 
     def _has_work(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._done < self._wanted)
+            self._changed.wait_for(lambda: self._is_closed or self.done < self._wanted)
             return not self._is_closed
 
     def close(self) -> None:

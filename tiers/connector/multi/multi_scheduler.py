@@ -123,11 +123,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
-        self._changes: Changes | None = None
+        self.changes: Changes | None = None
+        """The changes of its chain; None: it lists connectors, or can't change."""
         if settings.rebuilder is not None:
             ranks = requests.engine.world_size
             args = settings.rebuilder, ranks, settings.wake, now
-            self._changes = Changes(self, self.take_up, *args)
+            self.changes = Changes(self, self.take_up, *args)
             self.take_up(settings.rebuilder.chain, range(len(self.children)))
         self._observers = settings.observers
         self.explainer = settings.explainer
@@ -273,8 +274,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         saves, self._more_saves = self._more_saves, {}
         pieces = {one.request.request_id: one.pieces for one in self._in_pieces}
         self._in_pieces.clear()
-        is_changing = self._changes is not None and self._changes.is_busy
-        changes = self._changes.step() if self._changes is not None and is_changing else ()
+        is_changing = self.changes is not None and self.changes.is_busy
+        changes = self.changes.step() if self.changes is not None and is_changing else ()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
         orders = self._agreement.orders(metadata)
@@ -303,8 +304,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             parts = (*whole.metadata, *(None,) * (len(self.children) - len(whole.metadata)))
             if whole.weights is not None:
                 self._requests.take_reports(whole.weights.adapters)
-            if whole.changes is not None and self._changes is not None:
-                self._changes.heard(whole.changes)
+            if whole.changes is not None and self.changes is not None:
+                self.changes.heard(whole.changes)
 
         def update(child: SchedulerConnector, part: Any) -> None:
             connector_output.kv_connector_worker_meta = part
@@ -332,15 +333,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         """Also while ranks wait for each other's report on the weights, or a change for them."""
         pending = any(child.has_pending_push_work() for child in self.children)
         pending |= self._has_strangers  # an engine that is to end does so before it has requests
-        changes = self._changes is not None and self._changes.waits
+        changes = self.changes is not None and self.changes.waits
         return self._agreement.waits or changes or pending
 
     # -- changes of the chain -----------------------------------------------------------------
-
-    @property
-    def changes(self) -> Changes | None:
-        """The changes of its chain; None: it lists connectors, or can't change."""
-        return self._changes
 
     def put_child(self, place: int, name: str, child: SchedulerConnector) -> None:
         super().put_child(place, name, child)
@@ -510,8 +506,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises, and then the observers."""
-        if self._changes is not None:
-            self._changes.close()
+        if self.changes is not None:
+            self.changes.close()
         try:
             super().shutdown()
         finally:
