@@ -10,7 +10,6 @@ from tests.support.children import BlockTier, Tier
 from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-from tiers.explain.accounts import Accounts
 from tiers.explain.explanations import Explanations
 
 
@@ -38,7 +37,7 @@ class Engine:
 
     def told(self) -> Told:
         (notes,) = self.known.all()
-        return Accounts(self.known.names, 4).of(notes)
+        return self.known.accounts.of(notes)
 
 
 def test_one_that_serves() -> None:

@@ -92,7 +92,7 @@ def test_no_span_where_the_engine_does_not_trace(tmp_path: Path) -> None:
     assert engine_tracer() is None
     made = explanations.open_explanations(chain_of(cpu(), explain={}).explain, ["cpu"], 4)
     assert made is not None
-    assert made._when_ended is None
+    assert made._spans is None
     made.close()
 
 
@@ -112,7 +112,7 @@ def test_a_slow_exporter_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> Non
     from tiers.explain.accounts import Accounts
     from tiers.explain.notes import RequestNotes
 
-    made = spans.Spans(Slow(), Accounts(["cpu"], 4), 4)
+    made = spans.Spans(Slow(), Accounts(["cpu"], 4))
     for number in range(20):
         made.ended(RequestNotes(str(number), 8))
     go_on.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiers.explain.accounts import Accounts
 from tiers.explain.explanations import Explanations
 from tiers.lab.replay import ReplayEngine
 
@@ -22,8 +21,7 @@ def explanations_of(engine: ReplayEngine) -> Explanations:
 def explained(engine: ReplayEngine) -> list[Told]:
     """All requests that are known, oldest first."""
     known = explanations_of(engine)
-    accounts = Accounts(known.names, known.block_tokens)
-    return [accounts.of(notes) for notes in known.all()]
+    return [known.accounts.of(notes) for notes in known.all()]
 
 
 def last_told(engine: ReplayEngine) -> Told:

@@ -41,7 +41,7 @@ class Accounts:
 
     def __init__(self, names: Sequence[str], block_tokens: int) -> None:
         self._names = names
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
 
     def of(self, notes: RequestNotes) -> dict[str, Any]:
         """What came of a request, as JSON takes it."""
@@ -80,7 +80,7 @@ class Accounts:
 
         Only a request that has run shows what it had: before that `computed` is not known.
         """
-        size = self._block_tokens
+        size = self.block_tokens
         foreign = attempt.choice.child if attempt.choice is not None and not attempt.parts else None
         tiers = {
             self._names[part.child]: None if part.usable is None else part.usable * size
@@ -138,7 +138,7 @@ class Accounts:
     def _part(self, part: LoadPart) -> dict[str, Any]:
         account: dict[str, Any] = {
             "why": "served" if part.usable == part.blocks else "loading",
-            "tokens": None if part.usable is None else part.usable * self._block_tokens,
+            "tokens": None if part.usable is None else part.usable * self.block_tokens,
             "blocks": [[r.start, r.stop] for r in part.ranges],
         }
         if part.seconds is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -38,20 +38,18 @@ class Explanations:
         block_tokens: int = 1,
         max_requests: int = MAX_REQUESTS,
         max_bytes: int = MAX_BYTES,
-        ended: Callable[[RequestNotes], None] | None = None,
+        tracer: Any = None,
     ) -> None:
-        """`names`: of the children. `ended` is called for each request that has ended, and
-        must return at once."""
-        self.names = names
-        self.block_tokens = block_tokens
+        """`names`: of the children. `tracer`: OpenTelemetry's, which is given a span of each
+        request that has ended; None: nobody traces."""
+        self.accounts = Accounts(names, block_tokens)
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._when_ended = ended
+        self._spans = None if tracer is None else Spans(tracer, self.accounts)
         self._in_flight: dict[str, RequestNotes] = {}
         self._begun: dict[str, Attempt] = {}
         self._ended: deque[RequestNotes] = deque()
         self._bytes = 0
-        self._closing: list[Callable[[], None]] = []
 
     # -- the scheduler's thread --------------------------------------------------------------
 
@@ -92,9 +90,9 @@ class Explanations:
         self._begun[request.request_id] = attempt
         if external and not attempt.preempted:
             notes.external += external
-            hits = notes.hits
+            hits, size = notes.hits, self.accounts.block_tokens
             for part in attempt.parts:
-                hits[part.child] = hits.get(part.child, 0) + part.blocks * self.block_tokens
+                hits[part.child] = hits.get(part.child, 0) + part.blocks * size
             if choice.child is not None and not attempt.parts:
                 hits[choice.child] = hits.get(choice.child, 0) + external
         return attempt
@@ -129,20 +127,16 @@ class Explanations:
         self._bytes += notes.bytes
         while len(self._ended) > self._max_requests or self._bytes > self._max_bytes:
             self._bytes -= self._ended.popleft().bytes
-        if self._when_ended is not None:
-            self._when_ended(notes)
-
-    def on_close(self, call: Callable[[], None]) -> None:
-        """Call this when the engine shuts down."""
-        self._closing.append(call)
+        if self._spans is not None:
+            self._spans.ended(notes)
 
     def take_measures(self) -> dict[str, dict[str, float]]:
         return {}
 
     def close(self) -> None:
-        """Close what serves these."""
-        for call in self._closing:
-            call()
+        """Write the spans that wait, for a second at most."""
+        if self._spans is not None:
+            self._spans.close()
 
     # -- any thread --------------------------------------------------------------------------
 
@@ -183,9 +177,8 @@ def waited(notes: RequestNotes) -> float:
 def answer(explanations: Explanations, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The accounts of the requests that an `ExplainQuestion` asks for. Raises ValidationError, and
     RuntimeError where something grew while it was read. May be called by any thread."""
-    accounts = Accounts(explanations.names, explanations.block_tokens)
     chosen = ExplainQuestion.model_validate(dict(parameters)).choose(explanations.all())
-    return [accounts.of(notes) for notes in chosen]
+    return [explanations.accounts.of(notes) for notes in chosen]
 
 
 def open_explanations(
@@ -194,10 +187,4 @@ def open_explanations(
     """Open what explains how requests of a chain of these tiers are served; None: nothing does."""
     if spec is None:
         return None
-    tracer = engine_tracer()
-    spans = None if tracer is None else Spans(tracer, Accounts(names, block_tokens), block_tokens)
-    ended = None if spans is None else spans.ended
-    explanations = Explanations(names, block_tokens, spec.requests, ended=ended)
-    if spans is not None:
-        explanations.on_close(spans.close)
-    return explanations
+    return Explanations(names, block_tokens, spec.requests, tracer=engine_tracer())

@@ -36,11 +36,10 @@ def engine_tracer() -> Any:
 class Spans:
     """Writes spans on a daemon thread of its own; `ended` is called by the scheduler's."""
 
-    def __init__(self, tracer: Any, accounts: Accounts, block_tokens: int) -> None:
+    def __init__(self, tracer: Any, accounts: Accounts) -> None:
         """`tracer`: one of OpenTelemetry's."""
         self._tracer = tracer
         self._accounts = accounts
-        self._block_tokens = block_tokens
         self._waiting: deque[RequestNotes] = deque(maxlen=MAX_WAITING)
         self._some = threading.Event()
         self._closed = False
@@ -66,7 +65,7 @@ class Spans:
                 self._span(self._waiting.popleft())
 
     def _span(self, notes: RequestNotes) -> None:
-        account = attributes(self._accounts.of(notes), self._block_tokens)
+        account = attributes(self._accounts.of(notes), self._accounts.block_tokens)
         began, ended = notes.began, notes.ended_at or notes.began
         span = self._tracer.start_span(
             NAME, context=_context(notes.trace), start_time=_ns(began), attributes=account
