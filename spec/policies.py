@@ -13,8 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, GetJsonSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field
 
 from spec.plugins import ADMISSION, EVICTION, entry_of, imported_class, installed
 
@@ -83,16 +82,9 @@ def admission_policy(name: str) -> type[AdmissionPolicy]:
     return imported_class(entry_of(name, ADMISSION), AdmissionPolicy)
 
 
-class _OneOf:
-    """The JSON Schema of a policy's name: those that are installed, as types of tiers are."""
-
-    def __init__(self, group: str) -> None:
-        self._group = group
-
-    def __get_pydantic_json_schema__(
-        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {**handler(core_schema), "enum": list(installed(self._group))}
+def _one_of(group: str) -> Any:
+    """In the JSON Schema a policy's name is one of those that are installed, as a tier's type."""
+    return Field(json_schema_extra=lambda schema: schema.update(enum=[*installed(group)]))
 
 
 def _found_by(find: Callable[[str], object]) -> AfterValidator:
@@ -103,6 +95,6 @@ def _found_by(find: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-EvictionName = Annotated[str, _found_by(eviction_policy), _OneOf(EVICTION)]
-AdmissionName = Annotated[str, _found_by(admission_policy), _OneOf(ADMISSION)]
+EvictionName = Annotated[str, _found_by(eviction_policy), _one_of(EVICTION)]
+AdmissionName = Annotated[str, _found_by(admission_policy), _one_of(ADMISSION)]
 """Names of installed policies."""
