@@ -272,9 +272,7 @@ def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
         return _validate(document, source, ChainSpec, _EXAMPLE, WRITTEN)
     if isinstance(chain, Mapping):
         return _validate(Document(dict(chain)), "chain", ChainSpec, _EXAMPLE)
-    raise SpecError(
-        [problem_line("chain", None, (), f"a {type(chain).__name__}", "write a file's path")]
-    )
+    raise _unreadable("chain", f"a {type(chain).__name__}", "write a file's path")
 
 
 def parse_chain(text: str) -> ChainSpec:
@@ -301,7 +299,7 @@ def _validate(
     context: Mapping[str, object] | None = None,
 ) -> Model:
     if document.data is None:
-        raise SpecError([problem_line(source, 1, (), "nothing", example)])
+        raise _unreadable(source, "nothing", example, 1)
     try:
         return model.model_validate(document.data, context=dict(context or {}))
     except ValidationError as error:
@@ -339,10 +337,8 @@ def _text(path: Path, source: str, remedy: str) -> str:
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8"
-        raise SpecError(
-            [problem_line(source, number, (), found, "save the file as UTF-8")]
-        ) from None
+        raise _unreadable(source, found, "save the file as UTF-8", number) from None
 
 
-def _unreadable(source: str, found: str, remedy: str) -> SpecError:
-    return SpecError([problem_line(source, None, (), found, remedy)])
+def _unreadable(source: str, found: str, remedy: str, number: int | None = None) -> SpecError:
+    return SpecError([problem_line(source, number, (), found, remedy)])

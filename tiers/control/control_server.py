@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from spec.errors import closest, one_of
+from spec.errors import did_you_mean, one_of
 from tiers.concurrency.executors import widen_affinity
 from tiers.errors import KVTiersError
 
@@ -204,8 +204,7 @@ class ControlServer:
         try:
             question = Question.model_validate_json(line)
             if question.verb not in self._verbs:
-                near = closest(question.verb, list(self._verbs))
-                hint = f"did you mean {near}?" if near else f"use {one_of(list(self._verbs))}"
+                hint = did_you_mean(question.verb, self._verbs) or f"use {one_of(self._verbs)}"
                 return {"error": f"no verb {question.verb!r} here; {hint}"}
             return {"answer": self._verbs[question.verb](question.parameters)}
         except ValidationError as error:
