@@ -4,6 +4,8 @@ shown."""
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from spec.offloading import StoreContext
 from tests.support.redis_verbs import PAYLOAD, is_up, opened
 from tests.support.servers import RedisServer, binaries
 from tiers.errors import TierUnavailable, TierUnusable
+from tiers.remote.pools import _cut_off
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
 from tiers.testing import Memory, make_key
@@ -130,3 +133,30 @@ def test_a_secret_that_is_gone_when_the_tier_opens_is_said_without_it(tmp_path: 
 def test_a_login_is_whole(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RedisSpec.model_validate(settings)
+
+
+class Late:
+    """A connection to whose socket the thread that cuts it off comes late."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connected = connected
+        self.is_late, self.goes_on = threading.Event(), threading.Event()
+
+    @property
+    def _sock(self) -> socket.socket:
+        self.is_late.set()
+        assert self.goes_on.wait(60)
+        return self._connected
+
+
+@pytest.mark.fault
+def test_a_connection_is_cut_off_for_no_other_verb() -> None:
+    """The verb for which it was to be has ended at that moment, and another borrows it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        late = Late(ours)
+        with _cut_off(late, 0.0):
+            assert late.is_late.wait(60)
+            threading.Timer(0.2, late.goes_on.set).start()
+        theirs.setblocking(False)
+        assert theirs.recv(1) == b"", "it is cut off by now, or is not at all"

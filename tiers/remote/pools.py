@@ -208,8 +208,7 @@ def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
         wait = seconds
         while not done.wait(wait):  # there may be no socket yet
             wait = 0.05
-            connected = connection._sock
-            if connected is not None:
+            if (connected := connection._sock) is not None:
                 with suppress(OSError):
                     # Not SSLSocket.shutdown, which also removes TLS: a thread about to send would
                     # then send in the clear.
@@ -221,6 +220,7 @@ def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
         yield
     finally:
         done.set()
+        watcher.join()  # else it could shut down what another verb has borrowed by then
 
 
 def _options(settings: ConnectionSettings, endpoint: Endpoint | None) -> dict[str, Any]:
