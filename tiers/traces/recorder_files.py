@@ -193,10 +193,8 @@ class RecordFolder:
 
     def _key(self) -> bytes:
         """The key, made by whoever comes first. Only under the lock."""
-        try:
+        with suppress(FileNotFoundError):
             return self._read_key()
-        except FileNotFoundError:
-            pass
         with suppress(FileNotFoundError):  # of a writer that died here
             os.unlink(_DRAFT, dir_fd=self._folder)
         key = secrets.token_bytes(KEY_BYTES)

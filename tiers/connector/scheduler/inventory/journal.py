@@ -11,7 +11,6 @@ crash of the machine takes is not announced, and is found when a request asks fo
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -19,10 +18,11 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiers.concurrency.file_locks import release
+from tiers.concurrency.file_locks import release, try_lock
 from tiers.contract.protocols import Origin
 
 SEGMENT_BYTES = 1 << 20
@@ -159,18 +159,15 @@ def _lock(folder: Path, flags: int = 0) -> int | None:
         file = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return None
+    is_locked = False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The one that had it may have removed it, folder and all, before it let go.
-        if os.path.samestat(path.stat(), os.fstat(file)):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(file)
-        raise
-    os.close(file)
-    return None
+        with suppress(FileNotFoundError):
+            is_locked = try_lock(file) and os.path.samestat(path.stat(), os.fstat(file))
+    finally:
+        if not is_locked:
+            os.close(file)
+    return file if is_locked else None
 
 
 _FRAME = struct.Struct("<II")
