@@ -137,7 +137,7 @@ def _own_folder(folder: Path) -> Path | None:
 def _kept(entry: Path, stamp: Stamp) -> str | None:
     """Return the digest in `entry` for a file with this `stamp`; None without a valid one."""
     try:
-        with os.fdopen(os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        with open(entry, "rb", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW)) as file:
             entry_fields = json.loads(file.read(ENTRY_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
