@@ -44,32 +44,38 @@ adapter, where a batch has both, and keeps that KV for others, as kvtiers does; 
 With `--enforce-eager`, bfloat16 and AMX its worker ends (exit code -4) where the first step of all
 computes one token: of a prompt of one, or of one that a tier has whole. Ask for a longer one first.
 
-`make compatibility` fills the table of the installed version, and `make compatibility VLLM=FILE`
-that of another: FILE is a CPU wheel, or a source archive, whose Python then runs over the installed
-binaries (as 0.33 did).
+`make compatibility` fills the table of the installed version, with `VLLM=FILE` that of another: a
+CPU wheel, or a source archive, whose Python runs over the installed binaries (as 0.33 did).
 """
 
 CONVERSATIONS = """
 ## Conversations
 
-Four conversations of six turns with Qwen3-Next, each turn after the answer before it: the share of
-the prompts' tokens that was loaded. The engine's own cache is emptied each time, and every answer
-was that of an engine without connectors.
+Four conversations of six turns with Qwen3-Next: the share of the prompts' tokens that was loaded.
+The engine's own cache is emptied each time; every answer was that of an engine without connectors.
 
 - kvtiers has small host memory, a disk and a Redis. Every request is preempted once, and halfway
   all that the disk has is damaged.
-- vLLM's own `OffloadingConnector` has host memory with room for all. Nothing is preempted: vLLM
-  0.32 ends with an AssertionError where a request that a reset preempts loads in the same step. Its
-  copies are the test's, since its own refuse the CPU.
+- vLLM's own `OffloadingConnector` has room for all in host memory. Nothing is preempted: vLLM 0.32
+  ends where a request that a reset preempts loads in the same step. Its copies are the test's,
+  since its own refuse the CPU.
 
 """
 """What `test_conversations_are_preempted_and_a_disk_is_damaged` notes."""
 
 BY_DEFAULT = """
+## Features
+
+With 0.32, answers from cpu, and from disk after a restart, were those without kvtiers: by a test
+over one disk, where each finds its own blocks alone, with fp8 KV, int4 weights, MTP, and other
+block sizes and hashes; by hand with structured outputs, `n`, priorities, no chunked prefill,
+several adapters, int8 and AWQ weights, EAGLE-3, Medusa, embeddings by the last token, and clients
+that leave streams. Prompt log probabilities load nothing.
+
 ## Python
 
 Engines ran on 3.11, those on a GPU on 3.12. What needs none ran on 3.11, 3.12 and 3.13 (`make
-test-python PYTHON=...`).
+test-python PYTHON=...`), on 3.11 with PyTorch 2.13, 2.14.1 and 2.15.0.
 
 ## On a GPU
 
@@ -97,12 +103,10 @@ What vLLM does by default there:
   preempted", 0.32), since the blocks of a request whose step is in flight stay in use where a
   connector may load. With `--no-async-scheduling` it raises only while one loads. A paused engine
   loads nothing to its end: resume it, then ask again.
-- **CUDA graphs.** They ran as above. A graph is one launch on the engine's stream, as a forward is
-  one operation in the model of streams. Nothing of kvtiers comes within a forward, so full,
-  piecewise and no graphs are one order. vLLM captures graphs between the registration of its KV
-  and the first step, when no other thread may use the device: kvtiers does not, which a test
-  shows.
-- **Model Runner V2.** It ran as above. The model of streams has its order of a step ([decision
+- **CUDA graphs.** They ran as above. Nothing of kvtiers comes within a forward, so full, piecewise
+  and no graphs are one order. vLLM captures graphs before the first step, when no other thread may
+  use the device: kvtiers does not, which a test shows.
+- **Model Runner V2** ran as above; the model of streams has its order of a step ([decision
   42](decisions/0042-cuda-copies-cross-a-fixed-ring.md)).
 """
 

@@ -223,3 +223,44 @@ def packed(numbers: Any) -> Any:
     rows, width = numbers.shape
     places = torch.arange(8, dtype=torch.int32) * 4
     return (numbers.view(rows, width // 8, 8) << places).sum(2, dtype=torch.int32)
+
+
+def write_mtp(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a GLM-4 MoE of a Llama's size to `folder`, which guesses with a layer of its own: one
+    like its last; the folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    last = config["num_hidden_layers"] - 1
+    hidden = config["hidden_size"]
+    glm = {
+        **config,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "first_k_dense_replace": last,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+    }
+    engine_models.write_model(folder, glm, "float32")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    before, after = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    guessing = {name: one for name, one in weights.items() if name.startswith(before)}
+    weights |= {name.replace(before, after): one.clone() for name, one in guessing.items()}
+    made = torch.Generator().manual_seed(0)
+    both = torch.randn((hidden, 2 * hidden), generator=made) * INITIALIZER_RANGE
+    weights[f"{after}eh_proj.weight"] = both
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{after}{norm}.weight"] = torch.ones(hidden)
+    weights[f"{after}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    weights[f"{after}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "num_nextn_predict_layers": 1}))
+    return folder
