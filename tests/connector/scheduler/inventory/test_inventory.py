@@ -358,3 +358,18 @@ def test_what_is_due_waits_for_steps_which_take_a_bounded_part(
         assert len(step) <= 2
         found += step
     assert [one.run for one in found] == runs
+
+
+def test_what_two_threads_do_not_keep_at_once_is_counted_whole() -> None:
+    made = Inventory("disk", None, lambda keys: [True] * len(keys), lambda keys: None)
+    made.close()
+
+    class Meanwhile(list[bytes]):
+        """Keys that are counted while the inventory's thread counts others."""
+
+        def __len__(self) -> int:
+            made._remember(run_of(1), should_last=True)
+            return 5
+
+    made.note(run_of(9)._replace(keys=Meanwhile()))
+    assert made.dropped == 3 + 5

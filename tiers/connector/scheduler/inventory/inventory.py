@@ -115,20 +115,15 @@ class Inventory:
         of the same medium hold, which events do not distinguish. It answers None if there are none,
         and without I/O if asked for no keys."""
         self._elsewhere = elsewhere
-        self.dropped = 0
-        """Blocks so far that were not kept as they should: they are not announced again."""
-        self._tier = tier
-        self._folder = folder
-        self._holds = holds
-        self._rate = RateLimit(ANNOUNCE_RATE)
-        self._audits = RateLimit(AUDIT_RATE)
+        self._refused = self._unkept = 0  # each counted by one thread
+        self._tier, self._folder, self._holds = tier, folder, holds
+        self._rate, self._audits = RateLimit(ANNOUNCE_RATE), RateLimit(AUDIT_RATE)
         self._noted: Handoff[tuple[Run, bool]] = Handoff(items=1 << 16, weight=1 << 20)
         self._due: Handoff[Due] = Handoff(items=1 << 16, weight=4 * PER_STEP)
         self._announced: set[bytes] = set()
         self._stop = threading.Event()
         self._adopting = folder is not None
-        self._moved = time.monotonic()
-        self._audited = time.monotonic()
+        self._moved = self._audited = time.monotonic()
         self._journal: Journal | None = None
         self._remembered = Remembered()
         self._round: list[Path] = []
@@ -149,7 +144,12 @@ class Inventory:
         if is_kept:
             self._announced.update(run.keys)
         else:
-            self.dropped += len(run.keys)
+            self._refused += len(run.keys)
+
+    @property
+    def dropped(self) -> int:
+        """Blocks so far that were not kept as they should: they are not announced again."""
+        return self._refused + self._unkept
 
     def take(self) -> Iterator[Due]:
         """The announcements of this step."""
@@ -265,7 +265,7 @@ class Inventory:
     def _remember(self, run: Run, should_last: bool) -> None:
         is_kept = self._remembered.add(run)
         if should_last or not is_kept:
-            self.dropped += len(run.keys)
+            self._unkept += len(run.keys)
 
     def _adopt(self, journal: Journal) -> None:
         for file in journal.dead():
