@@ -29,7 +29,7 @@ from tiers.lab.replay import ReplayEngine
 ROOT = Path(__file__).parents[1]
 FILE_LINES, CLASS_METHODS, FUNCTION_LINES, PAGE_WORDS = 300, 35, 30, 1500
 CEILINGS = {
-    "lines of tiers and spec": 55_101,
+    "lines of tiers and spec": 55_100,
     "folder circles": 0,
     "files that a look-up runs through": 30,
     "files that a store runs through": 67,

@@ -373,3 +373,29 @@ def test_what_two_threads_do_not_keep_at_once_is_counted_whole() -> None:
 
     made.note(run_of(9)._replace(keys=Meanwhile()))
     assert made.dropped == 3 + 5
+
+
+def test_a_loss_that_is_found_while_its_block_is_noted_is_announced(
+    opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was evicted as soon as it was stored; nobody would notice it later."""
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    made = opened(lambda keys: [False] * len(keys))
+    give = made._noted.give
+
+    def looked_through(item: tuple[Run, bool], weight: int) -> bool:
+        is_given = give(item, weight)
+        wait_for(lambda: len(made._due) == 1)
+        return is_given
+
+    monkeypatch.setattr(made._noted, "give", looked_through)
+    made.note(run_of(1))
+    (loss,) = made.take()
+    assert loss == Due(run_of(1), held=False)
+
+
+def test_what_is_not_taken_is_not_remembered() -> None:
+    made = Inventory("disk", None, lambda keys: [True] * len(keys), lambda keys: None)
+    made.close()
+    made.note(run_of(1))
+    assert made.dropped == 3 and not made._announced

@@ -140,11 +140,10 @@ class Inventory:
 
     def note(self, run: Run, lasts: bool = True) -> None:
         """Keep an announcement. `lasts`: whether the next engine finds it, too."""
-        is_kept = not self._ended.done() and self._noted.give((run, lasts), len(run.keys))
-        if is_kept:
-            self._announced.update(run.keys)
-        else:
+        self._announced.update(run.keys)  # first, or it could hide a loss that is found at once
+        if self._ended.done() or not self._noted.give((run, lasts), len(run.keys)):
             self._refused += len(run.keys)
+            self._announced.difference_update(run.keys)
 
     @property
     def dropped(self) -> int:
