@@ -68,8 +68,13 @@ def test_what_decides_how_coarsely_vllm_computes_is_told_apart(
     assert layer_facts(config, None) == before
 
 
-def test_what_is_not_set_changes_no_namespace() -> None:
-    assert variable_facts({"VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/root"}) == {}
+def test_what_is_not_set_and_what_kubernetes_sets_changes_no_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kubernetes names variables after services, such as one called vllm-rocm."""
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_ROCM_SERVICE_HOST", "VLLM_ROCM_PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(name, "10.0.0.1")
+    assert variable_facts() == {}
 
 
 @pytest.mark.vllm

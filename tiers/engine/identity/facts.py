@@ -123,8 +123,7 @@ def layer_facts(vllm_config: Any, worker: Any) -> Mapping[str, str]:
     """Return the facts of a worker's layers, its model as it was made, and its environment."""
     config = vllm_config.model_config
     made = unseen_facts(config) if worker is None else made_facts(worker.get_model())
-    known = {**attention_facts(vllm_config), **made, **generation_facts(config)}
-    return {**known, **variable_facts(os.environ)}
+    return {**attention_facts(vllm_config), **made, **generation_facts(config), **variable_facts()}
 
 
 def attention_facts(vllm_config: Any) -> dict[str, str]:
@@ -198,9 +197,9 @@ def generation_facts(model_config: Any) -> dict[str, str]:
     return {"generation": text_of(decides)} if decides else {}
 
 
-def variable_facts(environ: Mapping[str, str]) -> dict[str, str]:
+def variable_facts() -> dict[str, str]:
     """Return the variables that are set, and decide what vLLM computes without a setting's word."""
-    return {name: value for name, value in environ.items() if name.startswith(VARIABLES)}
+    return {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
 
 
 def _simple(module: Any) -> dict[str, Any]:
