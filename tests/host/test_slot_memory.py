@@ -177,6 +177,31 @@ def test_a_range_that_is_cut_while_it_is_used_is_provided_once(
     assert min(asked) > 0
 
 
+def test_a_range_that_is_cut_while_it_is_provided_is_provided_anew_behind_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is given back is there no more, though the call that provided it ends afterwards."""
+    memory, may_provide = SlotMemory(8, SLOT, pin=False), threading.Event()
+    provided: list[tuple[int, int]] = []
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        if not provided:
+            assert may_provide.wait(60)
+            prefault.resize(SLOT)
+        provided.append((address - memory.address(0), size))
+        return 0
+
+    monkeypatch.setattr(slot_memory, "_madvise", lambda: madvise)
+    prefault = Prefault(memory.rows.data_ptr(), 8 * SLOT)
+    may_provide.set()
+    wait_until_given(prefault, SLOT)
+    prefault.resize(8 * SLOT)
+    prefault.used(2 * SLOT)
+    wait_until_given(prefault, 8 * SLOT)
+    assert provided == [(0, 4 * SLOT), (SLOT, 4 * SLOT), (5 * SLOT, 3 * SLOT)]
+    prefault.close()
+
+
 @pytest.mark.parametrize("limit", ["addresses", "overcommit"])
 def test_addresses_that_are_limited_are_not_set_aside(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -279,10 +279,9 @@ class Prefault:
 
     def used(self, end: int) -> None:
         """Record that the first `end` bytes of the range are in use. Does not wait."""
-        wanted = min(end + AHEAD, self._length)
-        if wanted > self._wanted:
+        if min(end + AHEAD, self._length) > self._wanted:
             with self._changed:
-                self._wanted = min(wanted, self._length)  # which may be less by now
+                self._wanted = min(end + AHEAD, self._length)  # which may be less by now
                 self._changed.notify()
 
     def resize(self, length: int) -> None:
@@ -298,7 +297,8 @@ class Prefault:
             size = min(_STEP, self._length - self.done)
             if madvise(self._address + self.done, size, MADV_POPULATE_WRITE) != 0:
                 return
-            self.done += size
+            with self._changed:  # the range may have been cut meanwhile
+                self.done = min(self.done + size, self._length)
 
     def _has_work(self) -> bool:
         with self._changed:
