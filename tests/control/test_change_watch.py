@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from spec.chain import ChainSpec
 from tests.support.changing import change, changes_of, running
 from tests.support.clock import Clock
 from tests.support.replay_chains import chain_of, cpu, disk
+from tiers.connector.multi.changes import PendingChange
 from tiers.contract.stats import CHAIN, TierStats
+from tiers.control.change_verbs import ChangeVerbs
 from tiers.control.change_watch import PARTS, ChangeWatch, Saved, compare
 from tiers.control.status_board import StatusBoard
 from tiers.lab.replay import ReplayEngine
@@ -84,6 +87,27 @@ def test_a_change_for_the_worse_is_taken_back(tmp_path: Path, after: float, outc
         assert watched.verdict.went_back == (outcome == "worse")
         in_effect = changes_of(engine).chain
         assert in_effect == (old if outcome == "worse" else new)
+
+
+def test_a_change_for_the_worse_takes_none_along_that_came_while_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
+    paused = chain_of(cpu(paused="reads"), disk(tmp_path))
+    with running(old) as engine:
+        changes, history = changes_of(engine), History(0.3, 0.1)
+        verbs, request = ChangeVerbs(changes, history.saved), changes.request
+
+        def late(chain: ChainSpec, if_version: int | None = None) -> PendingChange:
+            monkeypatch.setattr(changes, "request", request)
+            change(engine, paused)
+            return request(chain, if_version)
+
+        monkeypatch.setattr(changes, "request", late)
+        verbs.apply({"chain": new.model_dump(mode="json", by_alias=True), "watch": 0.4})
+        assert verbs._watch is not None
+        watch(engine, verbs._watch)
+        assert verbs._watch.verdict.went_back and changes.chain == paused
 
 
 def test_another_change_ends_the_watch(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ class ChangeVerbs:
             chain = load_chain(question.chain)
         except SpecError as error:
             raise QuestionRefused(f"the engine can't take this chain: {error}") from error
-        found, before = self._changes.review(chain), self._changes.chain
+        found = self._changes.review(chain)
         if question.dry_run:
             return self._answer(found, None)
         pending = self._changes.request(chain, question.if_version)
-        if question.watch is not None and not pending.why and chain != before:
+        if question.watch is not None and (before := pending.before) is not None:
             args = (self._changes, self._history, pending, before, question.watch)
             self._watch = ChangeWatch(*args)
         return self._begun(found, pending)

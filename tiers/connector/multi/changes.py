@@ -50,13 +50,14 @@ class PendingChange:
 
     `version`: of the chain afterwards. `why`: it was refused for this, and nothing has changed
     unless that says so; empty: it is in effect. `remains`: tiers that left, and still have blocks
-    in flight. `is_begun`: whether a step has taken it.
+    in flight. `is_begun`: whether a step has taken it. `before`: the chain that it is to replace.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.why = ""
         self.remains: tuple[str, ...] = ()
+        self.before: ChainSpec | None = None
         self.is_begun = False
         self._over = threading.Event()
 
@@ -198,7 +199,7 @@ class Changes:
             if why or new == self.chain:
                 pending.end(self.version, why)
                 return pending
-            old = self.chain
+            old = pending.before = self.chain
             anew = diff(old, new).of_kind("reopened")
             kept = tuple(tier for tier in new.tiers if tier.tier_name not in anew)
             between = new.model_copy(update={"tiers": kept})
@@ -360,8 +361,7 @@ class Changes:
 
     def _drained(self, pending: PendingChange) -> list[ChangeOrder]:
         """Go on with the next stage, or end, once what leaves has left."""
-        leaving = self._leaving.values()
-        remains = [tier.name for tier in leaving if tier.change is pending]
+        remains = [tier.name for tier in self._leaving.values() if tier.change is pending]
         is_late = self._now() > self._until
         if remains and not is_late:
             return []
