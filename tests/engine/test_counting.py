@@ -153,7 +153,7 @@ def test_a_tiers_answer_and_the_engines_notice_are_told_apart(
     store.pace.resume()
     queue = manager_of(made)._queue
     # The thread may not even have begun: then the question still waits.
-    wait_for(lambda: not queue._calls and not queue._waiting)
+    wait_for(lambda: not queue._waiting and not queue._calls)
     clock.now += 9
     made.run()
     assert samples(made) == (0.25, 9)
@@ -189,7 +189,7 @@ def test_an_answer_that_was_there_before_the_engine_asked_is_noticed_at_once(
     made, clock = explaining(engine, tmp_path)
     made.add(PROMPT, 1)
     queue = manager_of(made)._queue
-    wait_for(lambda: not queue._calls and not queue._waiting)
+    wait_for(lambda: not queue._waiting and not queue._calls)
     clock.now += 9  # the step that was under way
     made.run()
     assert samples(made) == (0, 0)
