@@ -202,37 +202,35 @@ def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
     wait_for(lambda: not marks._digester._known)  # nor is an image kept
 
 
+class Late(UserDict[str, Any]):
+    """What is digested once it `begins`."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(values)
+        self.begins = threading.Event()
+
+    def items(self) -> Any:
+        self.begins.wait(20)
+        return super().items()
+
+
 def test_a_digest_is_kept_although_nobody_wants_it_once_it_is_there() -> None:
-    began = threading.Event()
-
-    class Late(UserDict[str, Any]):
-        def items(self) -> Any:
-            began.wait(20)
-            return super().items()
-
     image, digester = Late(item(pixel_values=RED)), Digester()
     digest = digester.ask(image)
     digest.add_done_callback(lambda _: digester.drop(image, digest))
-    began.set()
+    image.begins.set()
     assert digest.result(20) is not None
     assert len(digester._known) == 1
 
 
 def test_one_that_is_asked_for_as_another_answer_comes_is_digested_once() -> None:
-    began = threading.Event()
-
-    class Late(UserDict[str, Any]):
-        def items(self) -> Any:
-            began.wait(20)
-            return super().items()
-
     image, digester = Late(item(pixel_values=RED)), Digester()
     first = digester.ask(image)
 
     class Known(dict[int, Any]):
         def get(self, key: int, default: Any = None) -> Any:
             found = super().get(key, default)
-            began.set()
+            image.begins.set()
             wait([first], 0.5)
             return found
 
