@@ -319,8 +319,7 @@ class TierStores:
             if asks:
                 admission.stores(key, block_bytes)
             in_flight.add(key)
-            slot, is_fresh = claimed
-            items[number] = StoreItem(key, slot, paged if is_fresh else None)
+            items[number] = StoreItem(key, claimed.slot, paged if claimed.fresh else None)
         self.slots_pinned += len(items)
         return Claimed(items, refused)
 

@@ -394,6 +394,17 @@ def test_a_loss_that_is_found_while_its_block_is_noted_is_announced(
     assert loss == Due(run_of(1), held=False)
 
 
+def test_a_note_that_is_refused_takes_no_earlier_one_along(
+    opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier copy's loss would be announced of a block that the tier has stored again."""
+    made = opened(lambda keys: [True] * len(keys))
+    made.note(run_of(1))
+    monkeypatch.setattr(made._noted, "give", lambda item, weight: False)
+    made.note(run_of(1))
+    assert made._announced >= {*run_of(1).keys} and made.dropped == len(run_of(1).keys)
+
+
 def test_what_is_not_taken_is_not_remembered() -> None:
     made = Inventory("disk", None, lambda keys: [True] * len(keys), lambda keys: None)
     made.close()

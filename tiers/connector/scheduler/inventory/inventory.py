@@ -140,10 +140,11 @@ class Inventory:
 
     def note(self, run: Run, lasts: bool = True) -> None:
         """Keep an announcement. `lasts`: whether the next engine finds it, too."""
-        self._announced.update(run.keys)  # first, or it could hide a loss that is found at once
-        if self._ended.done() or not self._noted.give((run, lasts), len(run.keys)):
-            self._refused += len(run.keys)
-            self._announced.difference_update(run.keys)
+        if not self._ended.done():
+            self._announced.update(run.keys)  # first, or a loss that is found at once would hide it
+            if self._noted.give((run, lasts), len(run.keys)):
+                return
+        self._refused += len(run.keys)
 
     @property
     def dropped(self) -> int:
