@@ -1,14 +1,17 @@
 """The soak's faults: a server killed, hung and emptied, files damaged, a disk tier that is slow,
-hangs, fails, is full or boasts."""
+hangs, fails, is full or boasts, a process that gets no more descriptors or threads."""
 
 from __future__ import annotations
 
 import os
 import random
+import resource
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 from pydantic import PrivateAttr
 
@@ -20,6 +23,9 @@ from tiers.testing import Faults, FaultyStore, Pace, SlowStore
 
 IO_VERBS = ("has", "put", "get", "drop", "clear")
 """The verbs that reach the device; `peek` and `touch` answer from memory."""
+_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
+# As in a container at its limit of processes.
+_NO_THREADS = patch.object(threading.Thread, "start", side_effect=RuntimeError("no new thread"))
 
 
 class Mood:
@@ -71,8 +77,8 @@ class SoakFault(NamedTuple):
     """Something that breaks, and its cure; None: it stays broken."""
 
     name: str
-    inject: Callable[[], None]
-    heal: Callable[[], None] | None
+    inject: Callable[[], object]
+    heal: Callable[[], object] | None
 
 
 def all_faults(
@@ -92,7 +98,20 @@ def all_faults(
             SoakFault(f"disk {kind}", partial(mood.turn, kind), partial(mood.turn, ""))
             for kind in moods
         ),
+        SoakFault("process without descriptors", _take_descriptors, _give_descriptors),
+        SoakFault("process without threads", _NO_THREADS.start, _NO_THREADS.stop),
     ]
+
+
+def _take_descriptors() -> None:
+    """Let the process open nothing more: its limit is the lowest number that is free."""
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, _DESCRIPTORS[1]))
+
+
+def _give_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
 
 
 def _meddle(server: RedisServer, how: Callable[..., None], rng: random.Random) -> None:

@@ -79,15 +79,17 @@ class _Chance:
         self._every = every
         self._random = rng
         self._next = time.monotonic() + every
-        self._open: dict[str, tuple[float, Callable[[], None]]] = {}
+        self._open: dict[str, tuple[float, Callable[[], object]]] = {}
 
     def act(self) -> None:
         now = time.monotonic()
-        for name, (until, heal) in list(self._open.items()):
+        lacking = self._open.get("process")
+        due = self._open if lacking is None else {"process": lacking}
+        for name, (until, heal) in list(due.items()):
             if now >= until:
                 heal()
                 del self._open[name]
-        if now < self._next:
+        if now < self._next or "process" in self._open:  # others' cures need what it lacks
             return
         self._next = now + self._random.expovariate(1 / self._every)
         fault = self._random.choice(self._faults)
@@ -101,7 +103,7 @@ class _Chance:
             self._open[place] = (now + self._random.uniform(0.2, 2 * self._every), fault.heal)
 
     def heal_all(self) -> None:
-        for _, heal in self._open.values():
+        for _, heal in reversed(self._open.values()):  # what the process lacks is the last
             heal()
         self._open.clear()
 
