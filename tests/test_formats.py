@@ -1,0 +1,89 @@
+"""What is stored keeps its form: an upgrade finds it, and engines of two versions share it.
+
+docs/upgrade.md promises that for as long as a format's number stays the same. Whoever changes what
+is stored raises that number, and adds its digest here.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from spec.offloading import StoreContext
+from tests.support.servers import RedisServer
+from tiers.block import FORMAT_VERSION, namespace
+from tiers.disk.index.index import INDEX_FORMAT
+from tiers.disk.spec import DiskSpec
+from tiers.remote.directory_bucket import DirectoryBucket
+from tiers.remote.packs.pack import PACK_VERSION, pack_index
+from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.spec import RedisSpec
+from tiers.store import Block, TierStore
+
+PAYLOAD = 4096
+SPACE = namespace({"model": "m", "weights": "w"}, rank=1, world_size=2)
+KEYS = [SPACE + bytes(range(number, number + 32)) for number in range(3)]
+FORMS = {
+    ("namespace", 1): "cd2a314c09163d44cf396020804ebff8",
+    ("redis", 1): "eeb7d2e785312b4e87bef83ae14a06bb",
+    ("disk's index", 3, 1): "30ae1ea5c68b8d33593fc3d0966ccee0",
+    ("disk's slab", 1): "a36fc5bc2b3d1585fd2d4f1dcca1a353",
+    ("packs", 1, 1): "ab81c41c2d2ecff3fbc79fcab2df925e",
+}
+"""Digests, by the numbers of the formats that decide them."""
+
+
+def store_blocks(store: TierStore) -> None:
+    with closing(store):
+        payloads = [bytes(range(256)) * (PAYLOAD // 256 - 1) + bytes([n]) * 256 for n in range(3)]
+        blocks = [Block(key, memoryview(one)) for key, one in zip(KEYS, payloads, strict=True)]
+        assert store.put(blocks) == [True] * 3
+
+
+def form(*parts: bytes) -> str:
+    whole = xxhash.xxh3_128()
+    for part in parts:
+        whole.update(b"%d " % len(part) + part)
+    return whole.hexdigest()
+
+
+def test_a_namespace() -> None:
+    assert form(SPACE) == FORMS["namespace", FORMAT_VERSION]
+
+
+def test_what_redis_holds(shared_server: RedisServer) -> None:
+    spec = RedisSpec.model_validate({"type": "redis", "url": shared_server.url})
+    store_blocks(spec.open(StoreContext(PAYLOAD)))
+    with shared_server.client() as client:
+        names = sorted(name for name in client.keys("*") if SPACE in name)
+        values = [client.get(name) for name in names]
+    assert form(*names, *values) == FORMS["redis", FORMAT_VERSION]
+
+
+def test_what_a_disks_folder_holds(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    spec = DiskSpec.model_validate({"type": "disk", "path": folder, "capacity": "1MiB"})
+    store_blocks(spec.open(StoreContext(PAYLOAD)))
+    file = str(folder / "index.mdb")
+    with lmdb.open(file, subdir=False, max_dbs=20, readonly=True) as index, index.begin() as txn:
+        rows = [
+            part
+            for table, _ in txn.cursor()
+            for name, value in txn.cursor(index.open_db(table, txn))
+            if name != b"times"  # when it was
+            for part in (table, name, value)
+        ]
+    assert form(*rows) == FORMS["disk's index", INDEX_FORMAT, FORMAT_VERSION]
+    slab = (folder / "slab-8192.dat").read_bytes()
+    assert form(slab) == FORMS["disk's slab", FORMAT_VERSION]
+
+
+def test_packs(tmp_path: Path) -> None:
+    store_blocks(PackStore(DirectoryBucket(tmp_path), PAYLOAD, timeout=10, connections=1))
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    names = [str(file.relative_to(tmp_path)).encode() for file in files]
+    found = form(*names, *(file.read_bytes() for file in files), pack_index(KEYS, PAYLOAD))
+    assert found == FORMS["packs", PACK_VERSION, FORMAT_VERSION]
