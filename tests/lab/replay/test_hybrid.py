@@ -22,6 +22,7 @@ from tests.support.replay_chains import (
 )
 from tiers.connector.scheduler.jobs import Jobs, Pending, PendingLoad
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.testing import GivenSpec, MemoryStore, Pace, SlowStore
 
 PROMPT = list(range(50))
 """Twelve full blocks of four tokens; what can be loaded of them ends with the twelfth."""
@@ -121,6 +122,28 @@ def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
     expect(two, 48)
     tokens = {tier: measured(two, "loaded_tokens", tier) for tier in ("fast", "slow")}
     assert tokens == {"fast": (12 - REACH) * 4, "slow": REACH * 4}
+
+
+def test_a_tier_may_have_nothing_to_load_of_its_part(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """Which no window reaches. Of a store that keeps prompts together; the other answers later."""
+    head = {"type": "shared", "path": str(tmp_path), "paused": "writes"}
+    pace = Pace(lambda verb, _: 0.05 if verb == "has" else 0.0)
+    tail = GivenSpec(type="tail").over(SlowStore(MemoryStore(), pace, indexed=False))
+    tmp_path.chmod(0o700)
+    one = engine(chain_of({**head, "paused": None}, staging=STAGING), model=WINDOWS)
+    one.generate(PROMPT[:16])
+    one.settle()
+    one.close()
+    chain = chain_of(head, promote=False)
+    two = engine(chain.model_copy(update={"tiers": (*chain.tiers, tail)}), model=WINDOWS)
+    expect(two, 16, WINDOWS)
+    two.settle()
+    two.scheduler.pool.forget_all()
+    expect(two, 48, WINDOWS)
+    assert measured(two, "loaded_blocks", "tail") == REACH
+    assert measured(two, "loaded_tokens", "shared") == 16 + 32
 
 
 def test_a_limit_ends_the_prefix_at_whole_blocks(engine: Callable[..., ReplayEngine]) -> None:

@@ -182,7 +182,7 @@ class StoreManager(TierManager):
         return self._packs
 
     def part(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPart:
-        if not (group := self._pack_blocks):
+        if not numbers or not (group := self._pack_blocks):  # no window may reach a tier's part
             return NO_PART
         base = self._group_begin(min(numbers), group)
         places = [number - base for number in numbers]
