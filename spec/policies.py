@@ -9,6 +9,7 @@ method may do I/O, wait, or take longer for more blocks.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
@@ -72,11 +73,14 @@ class AdmissionPolicy(ABC):
         """The block is on its way into the tier; when it is asked for again, it was lost."""
 
 
+# Cached: the engine's thread, which makes tiers, is not to read the files of all packages again.
+@functools.cache
 def eviction_policy(name: str) -> type[EvictionPolicy]:
     """Return the class of an eviction policy. Raises UnknownPlugin and BrokenPlugin."""
     return imported_class(entry_of(name, EVICTION), EvictionPolicy)
 
 
+@functools.cache
 def admission_policy(name: str) -> type[AdmissionPolicy]:
     """Return the class of an admission policy. Raises UnknownPlugin and BrokenPlugin."""
     return imported_class(entry_of(name, ADMISSION), AdmissionPolicy)
@@ -88,11 +92,7 @@ def _one_of(group: str) -> Any:
 
 
 def _found_by(find: Callable[[str], object]) -> AfterValidator:
-    def check(name: str) -> str:
-        find(name)
-        return name
-
-    return AfterValidator(check)
+    return AfterValidator(lambda name: find(name) and name)
 
 
 EvictionName = Annotated[str, _found_by(eviction_policy), _one_of(EVICTION)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spec.policies import admission_policy, eviction_policy
 from tests.support.compatibility import Cells
 from tests.support.plugin_packages import Install, write_package
 from tests.support.servers import RedisServer, binaries
@@ -63,6 +64,13 @@ def no_late_lines() -> Iterator[None]:
             owner = getattr(thread.function, "__self__", None)
             if isinstance(owner, RepeatedLog):
                 thread.cancel()
+
+
+@pytest.fixture(autouse=True)
+def own_policies() -> None:
+    """Find policies anew: a test before may have installed others of these names."""
+    eviction_policy.cache_clear()
+    admission_policy.cache_clear()
 
 
 @pytest.fixture
