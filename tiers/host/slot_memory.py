@@ -202,24 +202,23 @@ def _cuda_check(status: int) -> None:
 class PinningLog:
     """Says how far pinning is: its begin, each five seconds and its end, from 1 GiB on."""
 
-    def __init__(self, length: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, length: int) -> None:
         self._length = length
-        self._now = now
         self._speaks = length >= STEP
-        self._began = self._said = now()
+        self._began = self._said = time.monotonic()
         if self._speaks:
             logger.info("pinning %s of host memory", format_size(length))
 
     def reached(self, done: int, what: str) -> None:
         """So many bytes are provided, or pinned."""
-        if self._speaks and self._now() - self._said >= SAY_SECONDS:
-            self._said = self._now()
+        if self._speaks and time.monotonic() - self._said >= SAY_SECONDS:
+            self._said = time.monotonic()
             sizes = format_size(done), format_size(self._length)
             logger.info("pinning host memory: %s of %s are %s", *sizes, what)
 
     def ended(self) -> None:
         if self._speaks:
-            logger.info("pinning host memory: done after %.1f s", self._now() - self._began)
+            logger.info("pinning host memory: done after %.1f s", time.monotonic() - self._began)
 
 
 def provide(

@@ -20,14 +20,7 @@ from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
 from tiers.remote.pools import ConnectionSettings, is_of_files, reason
 from tiers.remote.stream import Deadline, ServerError, Stream, each_command, read_flags
-from tiers.remote.topology import (
-    FAILURES,
-    Cluster,
-    Kind,
-    OneMaster,
-    Operation,
-    open_topology,
-)
+from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation, open_topology
 from tiers.store import Block, PutCounts
 
 logger = logging.getLogger(__name__)

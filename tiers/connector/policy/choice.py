@@ -8,14 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from tiers.contract.block_groups import (
-    COMPLETE,
-    MISSING,
-    NO_WINDOW,
-    leading,
-    usable,
-    waves,
-)
+from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, leading, usable, waves
 from tiers.loading.shares import HeldRun, LinkCost, share
 
 Shares = dict[int, list[range]]

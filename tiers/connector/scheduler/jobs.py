@@ -23,14 +23,7 @@ from typing import NamedTuple
 
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.scheduler.tier import TierRequest
-from tiers.contract.messages import (
-    NO_PART,
-    JobResult,
-    LoadJob,
-    MoveJob,
-    PromptPart,
-    StoreJob,
-)
+from tiers.contract.messages import NO_PART, JobResult, LoadJob, MoveJob, PromptPart, StoreJob
 
 
 @dataclass

@@ -10,15 +10,7 @@ from operator import and_
 from typing import TypeVar
 
 from tiers.contract.generation import Generation, space_of
-from tiers.store import (
-    LocalIndex,
-    Packs,
-    PacksWindows,
-    Recent,
-    RecentBlocks,
-    TierStore,
-    capability,
-)
+from tiers.store import LocalIndex, Packs, PacksWindows, Recent, RecentBlocks, TierStore, capability
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +54,7 @@ class RankKeys:
         return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
 
     def has_prompts(
-        self,
-        prompts: Sequence[Sequence[bytes]],
-        in_order: Sequence[bool],
-        packed: Sequence[bool],
+        self, prompts: Sequence[Sequence[bytes]], in_order: Sequence[bool], packed: Sequence[bool]
     ) -> list[bool]:
         """As `has`, of a store with `Packs`: of the keys of each prompt, one after the other's. Of
         a block's parts (see `BlockGroups`) those that are `in_order` are held before the first that

@@ -240,10 +240,6 @@ class Loading:
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 
-    def use_rate(self, rate: float | None) -> None:
-        """Load at most so many bytes a second from now on."""
-        self._rate_limit.change(rate)
-
     def serve(self, store: Guarded, namespace: bytes) -> None:
         """Load from `store` from now on, under the worker's `namespace`."""
         self._namespace = namespace

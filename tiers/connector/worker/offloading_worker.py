@@ -250,10 +250,10 @@ class OffloadingWorker(WorkerConnector):
         self._failed_stores = RepeatedLog(
             logger, f"tier {self._log_name!r}", "stores failed on this worker", logging.ERROR
         )
-        load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
+        self._load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         at_once = spec.loads_at_once if spec else LOADS_AT_ONCE
-        self._loading = Loading(self._log_name, host, load_rate, self._verify, at_once)
-        self._filling = Filling(name, host, load_rate)
+        self._loading = Loading(self._log_name, host, self._load_rate, self._verify, at_once)
+        self._filling = Filling(name, host, self._load_rate)
         if self._verify or spec is not None:
             host.keep_checksums()
         writers = 1 if host.engine.replicated else host.engine.world_size
@@ -317,7 +317,7 @@ class OffloadingWorker(WorkerConnector):
         if isinstance(spec, StoreSpec):
             self._spec = spec
             self._rate_limit.change(spec.store_rate)
-            self._loading.use_rate(spec.load_rate)
+            self._load_rate.change(spec.load_rate)
             if self._store is not None:
                 self._store.use_deadline(spec.deadline)
 

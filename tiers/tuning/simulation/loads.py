@@ -160,14 +160,10 @@ def _stretches(places: Sequence[int], held: Sequence[int], count: int) -> Iterat
         same = count - first
         for blocks, has in zip(held, have, strict=True):
             rest = blocks >> first
-            same = min(same, leading(rest) if has else _gap(rest, same))
+            missing = (rest & -rest).bit_length() - 1 if rest else same
+            same = min(same, leading(rest) if has else missing)
         yield tuple(place for place, has in zip(places, have, strict=True) if has), same
         first += same
-
-
-def _gap(blocks: int, most: int) -> int:
-    """How many blocks are missing before the first one that is there; `most` if none is."""
-    return (blocks & -blocks).bit_length() - 1 if blocks else most
 
 
 class Loads:
