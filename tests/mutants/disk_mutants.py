@@ -81,8 +81,8 @@ MUTANTS = (
     OPEN.but(
         "eviction",
         "of what is put the head goes first",
-        "for k in reversed(keys) if held",
-        "for k in keys if held",
+        "for k in reversed(keys) if is_held",
+        "for k in keys if is_held",
     ),
     STORE.but("eviction", "loads are not noted", LOADED, ""),
     STORE.but(
@@ -113,8 +113,8 @@ MUTANTS = (
     ROOM.but(
         "eviction",
         "nothing is evicted for new blocks",
-        "        victim = _oldest(edit, batch, uses)\n        if victim is None:\n            return None\n        slot = _evict(edit, victim)\n        if slot.size == size and",
-        "        return None\n        victim = _oldest(edit, batch, uses)\n        if victim is None:\n            return None\n        slot = _evict(edit, victim)\n        if slot.size == size and",
+        "        if (slot := _evict(edit, batch, uses)) is None:\n            return None\n        if slot.size == size and",
+        "        return None\n        if (slot := _evict(edit, batch, uses)) is None:\n            return None\n        if slot.size == size and",
     ),
     STORE.but(
         "scale",

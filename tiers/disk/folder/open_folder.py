@@ -71,7 +71,9 @@ class OpenFolder:
         self.evicted = LockedCounter()
         """Blocks that this process evicted and that no store has counted yet."""
         self._leaked: deque[Slot] = deque()
-        """Reserved slots that the next edit frees."""
+        """Slots that the next edit frees if they are reserved for this process and in no put's."""
+        self._in_puts: dict[int, Mapping[bytes, Slot]] = {}
+        """What the put of each thread has reserved; a put alone, in its edits, adds to its own."""
         self._freed: deque[Slot] = deque()
         """Free slots that may still have disk space behind them."""
         self._condemned = False
@@ -136,8 +138,9 @@ class OpenFolder:
                 # Only inside the edit, of which there is one at a time: two threads could otherwise
                 # find the deque longer than it is.
                 leaked = [self._leaked.popleft() for _ in repeat(None, len(self._leaked))]
+                in_puts = {slot for put in [*self._in_puts.values()] for slot in put.values()}
                 for slot in leaked:
-                    if edit.is_of(self._owner.id, slot):
+                    if slot not in in_puts and edit.is_of(self._owner.id, slot):
                         edit.vacate(slot)
                 yield edit
                 self.uses.stamp = edit.clock
@@ -224,22 +227,29 @@ class OpenFolder:
         """Return a reserved slot for each key that is not held, as far as there is room.
 
         `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction.
+        The same thread gives the slots to `commit`.
         """
         slots: dict[bytes, Slot] = {}
+        self._in_puts[threading.get_ident()] = slots
         before = -1
         try:
             while before < len(slots) < len(sizes):
-                before, more = len(slots), slots.copy()
+                before = len(slots)
                 with self.edit() as edit:
-                    self._reserve(edit, sizes, more)
-                slots = more  # only now: what a failed edit had claimed may be others' at once
+                    self._reserve(edit, sizes, slots)
                 # On a full file system the space of slots of other sizes is there from now on.
                 if not edit.freed or edit.used > edit.capacity:
                     break
         except BaseException:
-            self._leaked.extend(slots.values())
+            self._leak(slots)
             raise
         return slots
+
+    def _leak(self, slots: Mapping[bytes, Slot]) -> None:
+        """Leave a put's slots to the next edit. What a failed edit had claimed may be another put's
+        at once, or reserved all the same: by a device that took the commit and then failed."""
+        del self._in_puts[threading.get_ident()]
+        self._leaked.extend(slots.values())
 
     def _reserve(self, edit: Edit, sizes: dict[bytes, int], slots: dict[bytes, Slot]) -> None:
         held = {key for key in sizes if edit.entry(key) is not None}
@@ -260,11 +270,13 @@ class OpenFolder:
         held now. The first of `keys` counts as used last."""
         try:
             with self.edit() as edit:
-                held = partial(self._commit_one, edit)
-                return {k for k in reversed(keys) if held(k, slots.get(k), written.get(k))}
+                is_held = partial(self._commit_one, edit)
+                held = {k for k in reversed(keys) if is_held(k, slots.get(k), written.get(k))}
         except BaseException:
-            self._leaked.extend(slots.values())  # freed by the next edit that succeeds
+            self._leak(slots)
             raise
+        del self._in_puts[threading.get_ident()]
+        return held
 
     def _commit_one(self, edit: Edit, key: bytes, slot: Slot | None, entry: Entry | None) -> bool:
         # Another thread or process may have published the key while we wrote: its block stays.

@@ -152,10 +152,8 @@ def allocate(
         return _replace(edit, size, batch, uses)
     slot = _grow(edit, space, size)
     while slot is None:
-        victim = _oldest(edit, batch, uses)
-        if victim is None:
+        if (slot := _evict(edit, batch, uses)) is None:
             return None
-        slot = _evict(edit, victim)
         if slot.size == size and edit.used <= edit.capacity:
             return slot
         edit.vacate(slot)
@@ -181,10 +179,8 @@ def _replace(edit: Edit, size: int, batch: Collection[bytes], uses: PendingUses)
     """Reserve the slot of an evicted block, in a tier that has yet to shrink to its capacity, which
     takes too long for one edit. None: the few oldest blocks have slots of another size."""
     for _ in range(_REPLACED_OF):
-        victim = _oldest(edit, batch, uses)
-        if victim is None:
+        if (slot := _evict(edit, batch, uses)) is None:
             return None
-        slot = _evict(edit, victim)
         if slot.size == size:
             return slot
         edit.vacate(slot)
@@ -201,9 +197,12 @@ def _grow(edit: Edit, space: Space, size: int) -> Slot | None:
     return slot
 
 
-def _evict(edit: Edit, key: bytes) -> Slot:
+def _evict(edit: Edit, batch: Collection[bytes], uses: PendingUses) -> Slot | None:
+    """Evict the block outside `batch` whose use is longest ago; its slot is reserved now."""
+    if (victim := _oldest(edit, batch, uses)) is None:
+        return None
     edit.evicted += 1
-    return edit.retire(key)
+    return edit.retire(victim)
 
 
 def shrink(edit: Edit, uses: PendingUses) -> bool:
@@ -211,8 +210,7 @@ def shrink(edit: Edit, uses: PendingUses) -> bool:
     for _ in range(EVICT_BATCH):
         if edit.used <= edit.capacity:
             return False
-        victim = _oldest(edit, (), uses)
-        if victim is None:
+        if (slot := _evict(edit, (), uses)) is None:
             return False
-        edit.vacate(_evict(edit, victim))
+        edit.vacate(slot)
     return bool(edit.used > edit.capacity)
