@@ -135,6 +135,29 @@ def test_a_socket_of_an_engine_that_is_gone_is_removed(serve: Callable[..., Cont
     assert alive.path.exists()
 
 
+def test_a_socket_that_is_new_under_the_name_of_one_that_was_stale_stays(
+    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two containers that start anew on one folder: each engine has process number 1."""
+    first = serve()
+    left, folder = first.path, first.path.parent
+    first.close()
+    with socket.socket(socket.AF_UNIX) as dead, served.short_path(left) as path:
+        dead.bind(path)
+    is_stale, others = served._is_stale, list[ControlServer]()
+
+    def is_stale_while_another_starts(path: Path) -> bool:
+        found = is_stale(path)
+        monkeypatch.setattr(served, "_is_stale", is_stale)
+        others.append(serve())
+        return found
+
+    monkeypatch.setattr(served, "_is_stale", is_stale_while_another_starts)
+    made = serve()
+    found = sorted(answer.engine for answer in ask(folder, "echo"))
+    assert found == sorted([made.engine, others[0].engine]) and made.engine != others[0].engine
+
+
 def test_closing_removes_the_socket(serve: Callable[..., ControlServer]) -> None:
     made = serve()
     made.close()

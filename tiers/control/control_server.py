@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from spec.errors import did_you_mean, one_of
 from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.file_locks import release, try_lock
 from tiers.errors import KVTiersError
 
 PROTOCOL = 1
@@ -111,15 +112,26 @@ def _is_stale(path: Path) -> bool:
     return False
 
 
+def _remove_stale(folder: Path) -> None:
+    """Remove the sockets of engines that are gone; one process at a time. Of two, one could remove
+    what the other has, and a new engine of another container take that name meanwhile."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for path in folder.glob(f"*{SUFFIX}") if try_lock(handle) else ():
+            with suppress(OSError):
+                if _is_stale(path):
+                    path.unlink()
+    finally:
+        release(handle)
+
+
 def listen(folder: Path, name: str) -> tuple[socket.socket, Path]:
     """Make this engine's socket, which only its user may open, as NAME-PID.sock, with a few letters
     behind it where another container's engine has that name. Removes those of engines that are
     gone. Raises FolderRefused, OSError."""
     prepare_folder(folder)
-    for path in folder.glob(f"*{SUFFIX}"):
-        with suppress(OSError):
-            if _is_stale(path):
-                path.unlink()
+    with suppress(OSError):
+        _remove_stale(folder)
     hidden = folder / f".{secrets.token_hex(6)}"
     server = socket.socket(socket.AF_UNIX)
     try:
