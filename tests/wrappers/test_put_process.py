@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -311,6 +312,30 @@ def test_one_that_is_killed_costs_a_put(store: PutsApart) -> None:
     assert number(store) != first
     assert store.has(some + more) == [True] * 6
     assert store.counts() == PutCounts(renewed=3), "a count has fallen"
+
+
+@pytest.mark.fault
+def test_counts_stay_while_one_is_lost(store: PutsApart) -> None:
+    """Whoever asks meanwhile: they would fall and come back, or a process count twice."""
+    some, seen = keys(), list[PutCounts]()
+    assert put(store, some) == put(store, some) == [True] * 3
+    os.kill(number(store), signal.SIGKILL)
+
+    def look(frame: FrameType, *_: object) -> Any:
+        """Ask at each line."""
+        if frame.f_code is not PutsApart._lose.__code__:
+            return None
+        seen.append(store.counts())
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with pytest.raises(TierUnavailable, match="signal 9"):
+            put(store, keys())
+    finally:
+        sys.settrace(before)
+    assert len(seen) > 3 and set(seen) == {PutCounts(renewed=3)}
 
 
 @pytest.mark.fault

@@ -16,7 +16,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import add
 from typing import Any
@@ -52,8 +52,6 @@ class PutsApart(StoreWrapper):
         """Takes over `store`, opened by `spec`. Begins the process, and does not wait for it."""
         super().__init__(store)
         self._spec, self._site, self._name = spec, site, name
-        self._ended = PutCounts()
-        """What processes that have ended had counted."""
         self.puts_here = ""
         """Why blocks are put here; empty: they are not, or a process has yet to open."""
         self._has_served = self._closed = False
@@ -67,7 +65,8 @@ class PutsApart(StoreWrapper):
         try:
             if self._before is not None and not self._before.kill():  # its device may hang
                 raise CannotServe(f"the process {self._before.number} can't be ended")
-            self._process = _Process(self._spec, self._site, self._inner, self._name)
+            earlier = PutCounts() if self._before is None else self._before.counts
+            self._process = _Process(self._spec, self._site, self._inner, self._name, earlier)
             if self._closed:  # meanwhile
                 raise CannotServe("the tier is closed")
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
@@ -125,19 +124,18 @@ class PutsApart(StoreWrapper):
     def _lose(self, error: Exception) -> None:
         """Forget the process, which is of no use. If one has served this raises TierUnavailable:
         what the engine's never did it does not begin to do in the midst of traffic."""
-        process, self._process = self._process, None
-        why = reason_of(error)
+        process, why = self._process, reason_of(error)
         if process is not None:
-            self._ended = _sum(self._ended, process.counts)
-            why, self._before = process.kill() or why, process
+            self._before = process  # first, or counts would fall meanwhile
+            self._process = None
+            why = process.kill() or why
         if self._has_served:
             raise TierUnavailable(f"the process that stores blocks is gone: {why}") from error
         self._put_here(f"another can't ({why})")
 
     def counts(self) -> PutCounts:
-        process = self._process
-        there = PutCounts() if process is None else process.counts
-        return _sum(_sum(self._inner_as(Counts).counts(), self._ended), there)
+        process, here = self._process or self._before, self._inner_as(Counts).counts()
+        return here if process is None else _sum(here, process.counts)
 
     def resize(self, capacity: int) -> None:
         self._inner_as(Resizable).resize(capacity)
@@ -159,11 +157,14 @@ class PutsApart(StoreWrapper):
 class _Process(Beside):
     """A process that has a store open."""
 
-    def __init__(self, spec: StoreSpec, site: StoreContext, like: TierStore, name: str) -> None:
-        """It stores blocks as `like` looks for them. Raises whatever a beginning may raise."""
+    def __init__(
+        self, spec: StoreSpec, site: StoreContext, like: TierStore, name: str, earlier: PutCounts
+    ) -> None:
+        """It stores blocks as `like` looks for them. `earlier`: what those before it had counted.
+        Raises whatever a beginning may raise."""
         opening = {"settings": _settings(spec), "in_records": isinstance(like, VerifiedStore)}
-        self.counts = PutCounts()
-        """What its store has counted so far."""
+        self.counts = self._earlier = earlier
+        """What their stores have counted so far."""
         self._payload_bytes = site.payload_bytes
         self.rows: list[int] = []
         """Addresses in its memory for each block of a batch, once it is open."""
@@ -238,7 +239,8 @@ class _Process(Beside):
         answer = self.receive()
         for name, level, text in answer["logs"]:
             logging.getLogger(name).log(level, "%s", text)
-        self.counts = PutCounts(*answer.get("counts", self.counts))
+        if "counts" in answer:
+            self.counts = _sum(self._earlier, answer["counts"])
         if "error" not in answer:
             return answer
         name, text = answer["error"]
@@ -259,5 +261,5 @@ def _settings(spec: StoreSpec) -> Mapping[str, Any]:
     return settings
 
 
-def _sum(counts: PutCounts, more: PutCounts) -> PutCounts:
+def _sum(counts: PutCounts, more: Iterable[int]) -> PutCounts:
     return PutCounts(*map(add, counts, more))

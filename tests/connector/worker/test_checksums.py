@@ -188,6 +188,27 @@ def test_where_there_is_none_they_are_computed_here(
     made.close()
 
 
+@pytest.mark.fault
+def test_one_that_can_not_be_begun_again_is_tried_again(
+    memory: SlotMemory, apart: Checksums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What killed one, as a lack of memory, may go on for more than a minute."""
+    monkeypatch.setattr(checksums, "AGAIN_SECONDS", 0.0)
+    slots = range(SLOTS)
+    assert found(apart, slots) == expected(memory, slots)
+    os.kill(number(apart), signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        no_program(patch)
+        for _ in range(3):
+            assert found(apart, slots) == expected(memory, slots)
+        assert apart._process is None and "/nowhere/python" in apart.computed_here
+
+    def is_computed_apart() -> bool:
+        return found(apart, slots) == expected(memory, slots) and not apart.computed_here
+
+    wait_until(is_computed_apart)
+
+
 def test_it_ends_with_the_worker(memory: SlotMemory) -> None:
     made = Checksums(lambda: memory)
     made.compute_apart()

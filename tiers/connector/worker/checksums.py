@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 AGAIN_SECONDS = 60.0
-"""After so long another process follows one that has served and is gone."""
+"""Where one has served, another process follows so long after the last is gone."""
 
 
 class Checksums:
@@ -43,7 +43,7 @@ class Checksums:
         """Tiers that ask for a process."""
         self._process: DigestProcess | None = None
         self._pause = self._again = math.inf
-        """How long after this process, and when, another begins."""
+        """How long after a lost one, and when, another begins; never, until one has served."""
         self.computed_here = ""
         """Why no process computes them that was to; empty: all is well."""
 
@@ -82,7 +82,7 @@ class Checksums:
         why = reason_of(error)
         if process is not None:
             why = process.kill() or why
-        self._again, self._pause = time.monotonic() + self._pause, math.inf
+        self._again = time.monotonic() + self._pause
         line = "checksums are computed by the engine's process (store_process), since another can't"
         self.computed_here = f"{line} ({why})"
         logger.warning("%s", self.computed_here)
