@@ -51,7 +51,7 @@ class LiveChain:
         self._opens = opens
         self._opened = {key: tuple(opens_some(chain)) for key, opens_some in opens.items()}
         self._wanted = dict.fromkeys(opens, chain)
-        """The chains whose observers of each kind are open, or will be."""
+        """The chains whose observers of each kind are open, or will be; none once it is closed."""
         # Without it observers that open while another chain comes would stay. Held for moments.
         self._exchanging = threading.Lock()
         # Held by threads that close or open: two recorders would write one file.
@@ -107,15 +107,19 @@ class LiveChain:
         """On a thread. Where another chain comes meanwhile, that one opens its own."""
         with self._reopening:
             _close_all(old)
-            if self._wanted[key] is not chain:
+            if self._wanted.get(key) is not chain:
                 return
             opened = tuple(self._opens[key](chain))
             with self._exchanging:
-                if self._wanted[key] is chain:
+                if self._wanted.get(key) is chain:
                     self._opened[key] = opened
                     self._observers += opened
                     return
             _close_all(opened)
+
+    def close(self) -> None:
+        with self._exchanging:
+            self._wanted.clear()
 
 
 def _close_all(observers: Sequence[RequestObserver]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from spec import plugins
 from spec.chain import ChainSpec
+from tests.disk.audit import handles_of
 from tests.support.changing import (
     ask_for,
     change,
@@ -38,6 +39,7 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer, free_port
 from tests.support.topologies import wait_until
+from tiers.connector import observers
 from tiers.connector.multi import changes
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.worker.host_slots import HostSlots
@@ -46,6 +48,7 @@ from tiers.contract.messages import WorkerHandshake
 from tiers.contract.stats import STATES
 from tiers.control.status_board import StatusBoard
 from tiers.lab.replay import ReplayEngine, answer
+from tiers.traces.recorder import Recorder, Recording
 
 PROMPT = [token % 997 for token in range(40 * MODEL.block_tokens + 1)]
 TOO_SMALL = "5KiB"
@@ -369,6 +372,32 @@ def test_ghosts_and_records_follow(tmp_path: Path) -> None:
             thread.join()
         assert not engine.connector._observers
         assert list((tmp_path / "trace").glob("*"))
+
+
+def test_a_recorder_that_opens_behind_the_end_of_its_engine_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its thread and its file stay for as long as the process lives."""
+    goes_on, opening, opened = threading.Event(), threading.Event(), list[Recorder]()
+
+    def slowly(recording: Recording) -> Recorder:
+        opening.set()
+        goes_on.wait(60)
+        opened.append(Recorder(recording))
+        return opened[-1]
+
+    monkeypatch.setattr(observers, "Recorder", slowly)
+    with running(chain_of(cpu(8))) as engine:
+        record = {"record": {"path": str(tmp_path / "trace")}}
+        assert not change(engine, chain_of(cpu(8), **record)).why
+        assert opening.wait(60)
+        engine.close()
+        goes_on.set()
+        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
+            thread.join()
+        (recorder,) = opened
+        wait_until(lambda: not recorder._thread.is_alive())
+        assert not handles_of(tmp_path / "trace", "*")
 
 
 def test_a_recorder_opens_though_another_change_follows(

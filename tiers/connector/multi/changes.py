@@ -128,6 +128,9 @@ class Rebuilder(Protocol):
     def apply(self, chain: ChainSpec, tiers: Sequence[Any]) -> None:
         """Hand all settings of `chain` to its `tiers` and to what they share."""
 
+    def close(self) -> None:
+        """The engine ends: close what is opened from now on."""
+
 
 @dataclass
 class _Leaving:
@@ -423,6 +426,7 @@ class Changes:
         with self._asking:
             self._is_closed = True
             pending, self._pending = self._pending, None
+        self._rebuilder.close()
         for _, tier in self._attached.values():
             in_background(tier.shutdown, "abort")
         if pending is not None:
