@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -49,4 +50,26 @@ def test_a_store_that_is_slow_to_count_is_asked_rarely() -> None:
     wait_for(lambda: watch.usage.used == 2)
     time.sleep(2 * SLOW_S)
     assert store.asked == 2
+    watch.close()
+
+
+class Short(MemoryStore):
+    """Warns of what it is told to."""
+
+    trouble = ""
+
+    def warning(self) -> str:
+        return self.trouble
+
+
+def test_each_trouble_of_a_store_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Of one that another follows at once, too, and of one that comes soon behind the last."""
+    caplog.set_level(logging.INFO)
+    healed = "it has all that its settings ask for again"
+    store, said = Short(), list[str]()
+    watch = StoreWatch(Guarded(store, "t"))
+    for trouble in ("it is worn", "others write to it", "", "it has no room"):
+        store.trouble = trouble
+        said.append(f"tier 't': {trouble or healed}")
+        wait_for(lambda: caplog.messages == said)
     watch.close()

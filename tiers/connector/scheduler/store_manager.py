@@ -51,15 +51,20 @@ LOOK_SHARE = 0.01
 
 class StoreWatch:
     """Looks at one store on another thread, in the scheduler's process alone: an engine that has
-    nothing to do reports trouble, too, and reports it once."""
+    nothing to do reports trouble, too, and each trouble once."""
 
     def __init__(self, store: Guarded) -> None:
         self.usage = Usage(0, 0, None)
         """What it held a moment ago."""
         self._store = store
-        what = "times it was short of its settings"
-        self._log = RepeatedLog(logger, f"tier {store.tier_name!r}", what)
         self._warned = ""
+        self._log = RepeatedLog(
+            logger,
+            f"tier {store.tier_name!r}",
+            "changes of what it is short of",
+            at_once=4,
+            state=lambda: f"; now: {self._warned or 'nothing'}",
+        )
         self._stop = threading.Event()
         name = f"kvtiers-watch-{store.tier_name}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -90,13 +95,11 @@ class StoreWatch:
         warns = capability(self._store, Warns)
         if warns is None:
             return  # or not open now, which whoever opens it reports
-        warning = warns.warning()
-        if warning and not self._warned:
-            self._log.log("tier %r: %s", self._store.tier_name, warning)
-        elif self._warned and not warning:
-            line = "tier %r has all that its settings ask for again"
-            self._log.log(line, self._store.tier_name, level=logging.INFO)
-        self._warned = warning
+        before, self._warned = self._warned, warns.warning()
+        if self._warned != before:
+            line = self._warned or "it has all that its settings ask for again"
+            level = logging.WARNING if self._warned else logging.INFO
+            self._log.log("tier %r: %s", self._store.tier_name, line, level=level)
 
 
 class StoreManager(TierManager):
