@@ -119,7 +119,7 @@ def test_a_verb_that_ends_early_leaves_nothing_that_writes_into_its_memory(
         return begun
 
     monkeypatch.setattr(store._threads, "submit", closing)
-    with pytest.raises(RuntimeError, match="shut down"):
+    with pytest.raises(TierNotOpen, match="closed"):
         store.get(memory.blocks)
     assert bucket.reads == 1 and not bucket.reading
 

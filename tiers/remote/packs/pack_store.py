@@ -405,6 +405,9 @@ class PackStore:
         if deadline.is_over:
             raise self._late()
 
+    def _closed(self) -> TierNotOpen:
+        return TierNotOpen(f"{self._bucket.describe()} was closed meanwhile")
+
     def _late(self) -> TierUnavailable:
         return TierUnavailable(f"{self._bucket.describe()}: no answer in time")
 
@@ -412,8 +415,9 @@ class PackStore:
         self, call: Callable[[T], R | None], some: Sequence[T], deadline: Deadline
     ) -> tuple[list[R | None], Exception | None]:
         """Call this for each, many at once; the results, None of those that failed, and an error
-        that was raised, if any was. Waits for all that has begun. Raises TierUnusable in a forked
-        child, which has none of the threads: it would wait for ever."""
+        that was raised, if any was. Waits for all that has begun. Raises TierNotOpen of a store
+        that was closed, and TierUnusable in a forked child, which has none of the threads: it would
+        wait for ever."""
         require_unforked(self._pid, self._bucket.describe())
 
         def in_time(one: T) -> R | None:
@@ -427,10 +431,12 @@ class PackStore:
             futures.extend(map(self._threads.submit, calls))
             if some:  # one on this thread, which would only wait
                 settle(futures[0], partial(in_time, some[0]))
+        except RuntimeError as refused:  # its threads take no more
+            raise self._closed() from refused
         finally:
-            wait(futures[1:])  # also where the store was closed, and takes no more
+            wait(futures[1:])
         if any(future.cancelled() for future in futures):
-            raise TierNotOpen(f"{self._bucket.describe()} was closed meanwhile")
+            raise self._closed()
         errors = [error for future in futures if (error := future.exception()) is not None]
         if odd := [error for error in errors if not isinstance(error, TierError | OSError)]:
             raise odd[0]
