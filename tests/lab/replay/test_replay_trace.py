@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,9 +13,10 @@ from spec.chain import LOAD_POLICIES, ChainSpec
 from spec.errors import SpecError
 from spec.offloading import StoreContext, StoreSpec
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
+from tiers.contract.engine_info import EngineInfo
 from tiers.disk.slab import slot_bytes
 from tiers.lab.replay.replay_trace import replay
-from tiers.lab.replay.scaling import CannotReplay
+from tiers.lab.replay.scaling import CannotReplay, Scale, scaled
 from tiers.lab.replay.timed_worker import WrongBytes
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
@@ -29,6 +31,15 @@ def run(chain: ChainSpec, requests: Sequence[TraceRequest], **more: Any) -> Repo
     tokens = report.engine_hit_tokens + report.tier_hit_tokens + report.computed_tokens
     assert report.prompt_tokens == tokens
     return report
+
+
+def test_a_redis_tier_has_a_place_of_its_own_alone(tmp_path: Path) -> None:
+    """The others lie in the folder that is given, where nobody would use one of its name."""
+    tiers = chain(cpu(90), disk(400), {"type": "redis", "url": "redis://nowhere"})
+    engine = EngineInfo({"model": "replay"}, SIZE, SIZE, 150, step_tokens=256)
+    with ExitStack() as stack:
+        scaled(tiers, machine(), engine, Scale(BLOCK_BYTES, 8 * SIZE), tmp_path, stack)
+        assert {place.name for place in tmp_path.iterdir()} == {"cpu", "disk"}
 
 
 def test_a_request_that_comes_again_is_loaded() -> None:

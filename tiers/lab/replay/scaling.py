@@ -72,7 +72,11 @@ def _tier(
     tier: OffloadingSpec, machine: Machine, scale: Scale, folder: Path, stack: ExitStack
 ) -> OffloadingSpec:
     profile, place = machine.profile(tier.tier_name, tier.type), folder / tier.tier_name
-    place.mkdir(mode=0o700)
+    if isinstance(tier, RedisSpec):
+        # By itself, since the path of a socket must be short.
+        place = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-")))
+    else:
+        place.mkdir(mode=0o700)
     if isinstance(tier, HostSpec):
         room = max(1, scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes))
         return moved(tier, place).model_copy(update={"capacity": room})
@@ -85,8 +89,6 @@ def _tier(
         share = scale.payload_bytes / scale.real_bytes / profile.stored_share
         change["write_budget"] = tier.write_budget * share
     if isinstance(tier, RedisSpec):
-        # By itself, since the path of a socket must be short.
-        place = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-")))
         server = Server(place, {"maxmemory-samples": "10"})
         stack.callback(server.kill)
         if tier.maxmemory is not None:
