@@ -123,7 +123,8 @@ class SeenAdapters(LoadedAdapters):
     def after(self, adapter: Any, weights: Any, stamp: bytes = b"") -> None:
         """Note which weights an engine uses for an `adapter` from now on. `stamp`: that of before
         it loaded them, if it did; nothing may have changed since."""
-        name, found = self._name_of(adapter), self._weights.get(weights)
+        name = self._name_of(adapter)
+        found = self._weights.get(weights)
         if found is None:
             same = bool(stamp) and folder_stamp(str(adapter.lora_path)) == stamp
             found = _Weights(weights_digest(weights), stamp if same else b"")
@@ -296,7 +297,8 @@ class MarksOfRequests(RequestMarks):
         return look
 
     def _is_as_read(self, request: Any, mark: RequestMark, found: bytes) -> bool:
-        if not (is_same := found == self._stamp(self._of_ranks(request, mark))):
+        is_same = found == self._stamp(self._of_ranks(request, mark))
+        if not is_same:
             self._log.warn(
                 f"the files of LoRA adapter {request.lora_request.lora_name!r} have changed since "
                 "the engine read them, so its KV is not loaded: load changed weights from another "
@@ -306,7 +308,8 @@ class MarksOfRequests(RequestMarks):
 
     def _is_late(self, adapter: Any, look: _AdapterLook) -> bool:
         """Return whether nobody waits any more for a look."""
-        if is_late := self._now() - look.began > PATIENCE:
+        is_late = self._now() - look.began > PATIENCE
+        if is_late:
             self._log.warn(
                 f"the folder of LoRA adapter {adapter.lora_name!r}, {adapter.lora_path}, does not "
                 "answer: its KV is not loaded until it does"

@@ -115,10 +115,12 @@ class TierOpener:
                 )
             residency = open_residency(tier, pool, slots)
             log_host(self._chain, tier, slots)
-            manager: TierManager = (host := HostManager(residency, pool, on_evict))
+            host = HostManager(residency, pool, on_evict)
             self._hosts[host] = slots
+            manager: TierManager = host
         elif isinstance(tier, StoreSpec):
-            manager = store = self._store_manager(tier, payload, handshakes, in_step)
+            store = self._store_manager(tier, payload, handshakes, in_step)
+            manager = store
             inventory = self._inventory(tier, store, handshakes[0].namespace)
             # Only if they report it themselves: else none would find what another has stored.
             one_writer = len({handshake.namespace for handshake in handshakes}) == 1
