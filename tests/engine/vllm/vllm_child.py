@@ -161,19 +161,21 @@ def run(job: dict[str, Any]) -> None:
         (getattr(damage, change[0], None) or getattr(training, change[0]))(*change[1:])
     llm: Any = training.Async(**job["engine"]) if job.get("is_async") else LLM(**job["engine"])
     assert bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling) == is_ahead
-    settle(llm, warmed=job.get("warmed", 0))
+    if "warmed" in job:
+        settle(llm, job["warmed"])
     batches = []
     spoken: list[list[int]] = []
     for number, batch in enumerate(job["batches"]):
-        if job.get("settled"):
+        if number and job.get("settled"):
             settle(llm)
         if change := before.get(str(number)):
             settle(llm)
             getattr(damage, change[0])(*change[1:])
         told = [partial(tell, llm, *one) for one in job.get("told", {}).get(str(number), ())]
-        for step in () if job.get("preempt") else told:
+        if told and not job.get("preempt"):
             settle(llm)
-            step()
+            for step in told:
+                step()
         batch = [(whole(spoken, *one), *one[1:]) for one in batch]
         requests = [(prompt(*one), params(*one)) for one in batch]
         if job.get("abort"):
@@ -280,19 +282,22 @@ def adapter(tokens: list[int], max_tokens: int, more: Request | None = None) -> 
 
 
 def settle(llm: Any, warmed: int = 0) -> None:
-    """Let stores under way end, each at its tier's deadline: counters come with steps, and a busy
-    machine's last stores end after the last request's. And wait for this many `warmed` blocks."""
+    """Let stores end, each at its tier's deadline: counters come with steps, and a busy machine's
+    last stores end after the last request's. Of two steps in flight the second begins some, behind
+    that request's answer: then there is one more. And wait for this many `warmed` blocks."""
     from vllm import SamplingParams, TokensPrompt
 
     late = time.monotonic() + 30
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
+    is_ahead = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
 
     def is_over() -> bool:
         tiers = counters(llm).values()
         loaded = sum(tier.get("warmed_blocks", 0) for tier in tiers)
         return loaded >= warmed and not any(tier.get("storing_jobs") for tier in tiers)
 
-    while time.monotonic() < late and not is_over():
+    while time.monotonic() < late and (is_ahead or not is_over()):
+        is_ahead = False
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
 
 
