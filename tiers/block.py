@@ -12,7 +12,7 @@ import ctypes
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -74,6 +74,15 @@ def copy(target: memoryview, source: Buffer) -> None:
         target[:] = source
     else:
         ctypes.memmove(address_of(target), address_of(memoryview(source)), len(source))
+
+
+def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of these behind their first `count` bytes."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
 
 
 class Header(NamedTuple):

@@ -74,8 +74,8 @@ MUTANTS = (
     WRITTEN.but(
         "failures",
         "a part's rest is left out",
-        "            return [view[count:], *views[number + 1 :]]\n",
-        "            return [*views[number + 1 :]]\n",
+        "            left = after(left, os.writev(handle, left))\n",
+        "            left = after(left, max(os.writev(handle, left), len(left[0])))\n",
     ),
     BUCKET.but(
         "truth",
@@ -110,8 +110,8 @@ MUTANTS = (
     FILES.but(
         "leaks",
         "written files stay open",
-        "    finally:\n        os.close(handle)\n\n\ndef after",
-        "    finally:\n        pass\n\n\ndef after",
+        "    finally:\n        os.close(handle)\n\n\ndef first",
+        "    finally:\n        pass\n\n\ndef first",
     ),
     ENDS.but("leaks", "the evictor stays", "        self._end_upkeep()\n", "        pass\n"),
     SPEC.but(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from spec.fields import format_size
-from tiers.block import HEADER_BYTES, Checksum, address_of, copy, digest
+from tiers.block import HEADER_BYTES, Checksum, address_of, after, copy, digest
 from tiers.errors import RecordError, TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.spare_memory import spare_memory
@@ -199,8 +199,7 @@ class Slab:
     def _write(self, offset: int, parts: list[memoryview]) -> None:
         while parts:
             done = os.pwritev(self._handle, parts, offset)
-            offset += done
-            parts = _after(parts, done)
+            offset, parts = offset + done, after(parts, done)
 
     def _read(self, offset: int, parts: list[memoryview], needed: int) -> None:
         while needed > 0:
@@ -208,9 +207,7 @@ class Slab:
             # A direct read stops inside a page only at the end of the file.
             if done == 0 or (self._direct and done % PAGE and done < needed):
                 raise RecordError("the slab file ends inside the record")
-            offset += done
-            needed -= done
-            parts = _after(parts, done)
+            offset, needed, parts = offset + done, needed - done, after(parts, done)
 
     def allocate(self, number: int, count: int = 1) -> None:
         """Allocate disk space for slots, so that a full disk shows before they are written."""
@@ -252,18 +249,6 @@ def _pages(memory: memoryview, count: int) -> list[memoryview]:
 
 def _on_pages(payload: memoryview) -> bool:
     return bool(payload) and len(payload) % PAGE == 0 and address_of(payload) % PAGE == 0
-
-
-def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the parts after their first `done` bytes."""
-    if done == sum(map(len, parts)):
-        return []
-    left = []
-    for part in parts:
-        if done < len(part):
-            left.append(part[done:])
-        done = max(0, done - len(part))
-    return left
 
 
 class Slabs:

@@ -33,18 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tiers.block import Buffer
+from tiers.block import Buffer, after
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
-from tiers.remote.directory_files import (
-    GONE,
-    TEMPORARY,
-    after,
-    create,
-    fill,
-    first,
-    refusal,
-    unlink,
-)
+from tiers.remote.directory_files import GONE, TEMPORARY, create, fill, first, refusal, unlink
 from tiers.remote.directory_upkeep import DirectoryTerms, PacksAndLeftovers
 from tiers.remote.evictor import Evictor, KeptBucket, Pace, Pause
 from tiers.remote.lease import Lease

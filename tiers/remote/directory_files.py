@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 
-from tiers.block import NAMESPACE_BYTES, Buffer
+from tiers.block import NAMESPACE_BYTES, Buffer, after
 from tiers.errors import TierRefused
 
 TEMPORARY = ".tmp-"
@@ -36,15 +36,6 @@ def fill(handle: int, parts: Sequence[Buffer], mode: int) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of these behind their first `count` bytes."""
-    for number, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[number + 1 :]]
-        count -= len(view)
-    return []
 
 
 def first(views: Sequence[memoryview], most: int) -> Sequence[memoryview]:

@@ -22,9 +22,8 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore
 
-from tiers.block import Buffer, copy
+from tiers.block import Buffer, after, copy
 from tiers.errors import TierFull, TierRefused, TierUnavailable, TierUnusable
-from tiers.remote.directory_files import after
 from tiers.remote.packs.bucket import Listed
 from tiers.remote.packs.marks import is_mark
 from tiers.remote.packs.pack import key_of

@@ -23,7 +23,7 @@ from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared_spec import SharedSpec
-from tiers.store import TierStore
+from tiers.store import Block, GatheredBlock, Prefix, TierStore
 from tiers.testing import Memory, make_key
 
 PAYLOAD = 4096
@@ -154,6 +154,52 @@ def test_a_pack_of_a_later_version_is_a_miss_and_stays(
     new = opened()
     assert all(new.has(keys)), "the old version has left them alone"
     new.close()
+
+
+class Hooked(DirectoryBucket):
+    """Calls `before` before the records of a pack are read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.before: Callable[[str], None] = lambda name: None
+
+    def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+        if start:
+            self.before(name)
+        return super().read(name, start, into)
+
+
+def _placed(prompt: Sequence[bytes], first: int) -> list[Block]:
+    """Blocks of a prompt, from number `first` on."""
+    memory = Memory(prompt[first:], PAYLOAD).fill()
+    places = (Prefix(prompt, first + number, 64) for number in range(len(prompt)))
+    blocks = zip(memory.blocks, places, strict=False)
+    return [GatheredBlock(block.key, block.payload, None, place) for block, place in blocks]
+
+
+@pytest.mark.fault
+def test_a_pack_that_another_process_put_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+    """Between two reads of a load a pack is evicted, and one that begins alike is put."""
+    (tmp_path / "shared").mkdir(0o700)
+    bucket = Hooked(tmp_path / "shared")
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
+    other = SharedSpec(path=tmp_path / "shared").open(StoreContext(PAYLOAD))
+    keys = [make_key() for _ in range(8)]
+    theirs = [*keys[:5], *(make_key() for _ in range(3))]
+    assert all(other.put(_placed(keys[:3], 0)) + other.put(_placed(keys, 3)))
+
+    def replace(name: str) -> None:
+        if name == pack.name_of(keys[3]):
+            bucket.before = lambda name: None
+            other.drop([keys[3]])
+            assert all(other.put(_placed(theirs, 3)))
+
+    bucket.before = replace
+    assert store.get(_placed(keys, 0)) == [True] * 5 + [False] * 3
+    assert store.damaged() == 0
+    assert all(other.get(_placed(theirs, 0)))
+    store.close()
+    other.close()
 
 
 def _refusals(store: TierStore, keys: list[bytes]) -> int:

@@ -345,7 +345,7 @@ class PackStore:
             _mark(hits, good or [])
             if good is None or deadline.is_over:  # then what has not come may still be right
                 continue
-            if are_there and len(good) < len(piece.places):
+            if are_there and len(good) < len(piece.places) and self._names_still(piece, blocks):
                 spoilt.add(piece.key)
                 self._damaged.count("record", len(piece.places) - len(good))
         if error is not None and not any(hits):
@@ -355,6 +355,14 @@ class PackStore:
             self._bucket.delete([name_of(key) for key in spoilt])
         answered = zip(pieces, read, strict=True)
         return {piece.key for piece, good in answered if good is None and error is None}
+
+    def _names_still(self, piece: _Piece, blocks: Sequence[Block]) -> bool:
+        """Whether the pack has these blocks now: another may be in its place, from elsewhere."""
+        named = [digest(blocks[places[0]].key) for places in piece.places]
+        with suppress(TierError, OSError):
+            index = self._read_index(piece.key)
+            return index is not None and [*index.each()][piece.at :][: len(named)] == named
+        return False
 
     def _load_by_index(
         self,
