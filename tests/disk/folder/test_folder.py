@@ -3,6 +3,7 @@ and the file systems that it may lie on."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -430,3 +431,34 @@ def test_the_type_of_a_real_mount(tmp_path: Path, bound: bool) -> None:
             f'mount --bind "{tmp_path}/below" {where}'
         )
     run_mounted(mount, REAL, tmp_path)
+
+
+def test_files_that_another_process_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the digest, which goes when the tier is opened."""
+    with opened(tmp_path):
+        pass
+    found = os.path.lexists
+
+    def lexists(path: Path) -> bool:
+        is_there = found(path)
+        if path.name == "index.seal":
+            path.unlink(missing_ok=True)
+        return is_there
+
+    monkeypatch.setattr(os.path, "lexists", lexists)
+    with opened(tmp_path) as store:
+        assert put(store, keys(0)) == [True]
+
+
+def test_a_folder_that_can_not_be_looked_at_is_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As others remove it meanwhile, or its device fails: whoever opens it gets a tier's error."""
+
+    def fails(folder: Folder) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(Folder, "_check_files", fails)
+    refused(tmp_path, "No such file or directory")

@@ -174,7 +174,10 @@ class Folder:
     def _check_files(self) -> None:
         # We would write wherever a planted link points.
         for file in self._files():
-            found = file.lstat()
+            try:
+                found = file.lstat()
+            except FileNotFoundError:  # another process has just opened or closed the tier
+                continue
             if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
                 raise TierUnusable(
                     f"{file} is a symbolic link or belongs to another user; remove it"
@@ -186,9 +189,8 @@ class Folder:
                 )
 
     def _files(self) -> list[Path]:
-        index = (self.index, self.index_lock)
         digest = (self.digest, self.digest.with_suffix(".draft"))
-        fixed = (*index, *digest, self.owners, self.lock)
+        fixed = (self.index, self.index_lock, *digest, self.owners, self.lock)
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
 
     def shared_files(self) -> list[Path]:

@@ -54,9 +54,9 @@ def open_folder(path: Path, capacity: int | None, access: Access, release: Relea
     # A link above the folder may lead elsewhere while it is open.
     place = Path(os.path.realpath(path.parent), path.name)
     folder = Folder(place, keeps=capacity is None)
-    folder.prepare()
     try:
         with translated(path):
+            folder.prepare()
             for _ in range(_TRIES):
                 opened = _open(folder, capacity, access, release)
                 if opened is not None:
