@@ -255,7 +255,9 @@ class Slabs:
     """The slab files of a folder, one per slot size, each opened when it is first used."""
 
     def __init__(self, folder: Path, direct: bool = False) -> None:
-        self._folder = folder
+        # By its handle: slabs of a folder that came to lie at its path are other processes'.
+        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder = Path(f"/proc/self/fd/{self._handle}")
         self.is_direct = direct
         self._open: dict[int, Slab] = {}
         self._lock = threading.Lock()
@@ -290,6 +292,7 @@ class Slabs:
             for slab in self._open.values():
                 slab.close()
             self._open.clear()
+        os.close(self._handle)
 
 
 def choose_direct(path: Path, probe: Path, io: Io, capacity: int | None) -> bool:

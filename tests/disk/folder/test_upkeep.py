@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from tests.disk.audit import (
     opened,
     put,
     refused,
+    run_code,
     settled,
 )
 from tests.support.clock import wait_for
@@ -33,7 +36,7 @@ from tiers.disk.folder import upkeep
 from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import Edit, index_key
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierNotOpen
+from tiers.errors import TierNotOpen, TierUnavailable
 
 SHORT_S = 0.02
 WAIT_S = 30.0
@@ -166,6 +169,24 @@ def test_a_link_above_the_folder_that_leads_elsewhere_keeps_nothing_open(tmp_pat
     assert list((tmp_path / "old" / "tier" / "owners").iterdir()) == []
     with opened(tmp_path / "old" / "tier") as store:
         assert get(store, keys(0)) == [True]
+
+
+@pytest.mark.fault
+def test_a_folder_that_came_in_its_place_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is noticed, this one may meet a size of slots for the first time."""
+    monkeypatch.setattr(upkeep.Keeping, "look", lambda keeping: None)
+    tier = tmp_path / "tier"
+    with opened(tier) as store:
+        shutil.rmtree(tier)
+        run_code("with opened(path) as store: put(store, keys(0, 1, 2))", tier)
+        with suppress(TierUnavailable):
+            put(store, keys(3, 4, 5))
+            store.drop(keys(3, 4, 5))
+    with opened(tier) as store:
+        assert get(store, keys(0, 1, 2)) == [True] * 3
+        audit(store)
 
 
 def test_a_folder_that_was_moved_is_closed(tmp_path: Path) -> None:
