@@ -256,6 +256,31 @@ def test_until_it_is_open_the_engine_puts(
     assert not store.puts_here
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_folder_whose_lock_another_process_has_is_tried_again(
+    opens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that stands still, or many that start at once; and no close waits for that."""
+    of = spec(tmp_path)
+    made = of.open(SITE)
+    lock = os.open(of.path / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    store = PutsApart(made, of, SITE, "tier")
+    process = store._process
+    assert process is not None and not process.has_answered(3), "it tries once"
+    if opens:
+        os.close(lock)
+        assert process.has_answered(30)
+        monkeypatch.setattr(type(made), "put", None)
+        assert put(store, keys()) == [True] * 3
+    began = time.monotonic()
+    store.close()
+    assert time.monotonic() < began + beside.CLOSE_SECONDS / 2
+    if not opens:
+        os.close(lock)
+
+
 # -- it can be had, wherever the engine runs -------------------------------------------------
 
 

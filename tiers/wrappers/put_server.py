@@ -16,7 +16,7 @@ from spec.errors import reason_of
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers.concurrency.beside import offered, receive, send, serving
-from tiers.errors import TierUnusable
+from tiers.errors import TierNotOpen, TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.slots import slot_stride
 from tiers.store import (
@@ -97,7 +97,12 @@ class _Server:
         spec = make_tier(settings["type"], settings)
         if not isinstance(spec, StoreSpec):
             raise TierUnusable(f"type {spec.type} is no store")
-        self._store = open_for_puts(spec, site, message["in_records"])
+        while self._store is None:
+            try:
+                self._store = open_for_puts(spec, site, message["in_records"])
+            except TierNotOpen:  # for now, as beside a process that stands still
+                if self._arrivals.poll(1000):  # the engine says that it ends
+                    raise
         self._stack.callback(self._store.close)
         size, stride = site.payload_bytes, slot_stride(site.payload_bytes)
         starts = range(0, batch_blocks(size) * stride, stride)
