@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tiers.concurrency.executors import in_background
 from tiers.engine.identity import digests
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.weights import NoIdentity, identity, source
@@ -307,6 +309,22 @@ def test_a_file_that_changed_just_now_is_not_kept(
     path.write_bytes(b"new")
     assert Digests(tmp_path / "cache").of(path) == Digests(tmp_path / "cache").of(path)
     assert len(reads) == 2
+
+
+def test_a_process_that_stands_still_as_it_reads_keeps_nobody(
+    settled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait for it, and then read the file themselves."""
+    cache = tmp_path / "cache"
+    first = Digests(cache).of(settled)
+    entry(cache).write_text("")  # it has yet to write what it read
+    monkeypatch.setattr(digests, "LOCK_SECONDS", 0.1)
+    (lock,) = cache.glob("*.lock")
+    with lock.open() as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        assert in_background(lambda: Digests(cache).of(settled), "read").result(20) == first
+    assert not entry(cache).read_text()
+    assert Digests(cache).of(settled) == first and entry(cache).read_text()
 
 
 def _other_digest(text: str) -> str:

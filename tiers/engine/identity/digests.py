@@ -6,7 +6,6 @@ everything that changes when the file changes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiers.concurrency.file_locks import release
+from tiers.concurrency.file_locks import acquire, release
 from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,8 @@ logger = logging.getLogger(__name__)
 SETTLED_SECONDS = 2.0
 """Age in seconds from which a file's digest is kept. A younger file may change again within one
 tick of its file system's clock, which its times would not show."""
+LOCK_SECONDS = 60.0
+"""Seconds that others wait for who reads a file; then each reads it itself."""
 ENTRY_BYTES = 1024
 """Upper bound of an entry's length."""
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -100,11 +101,12 @@ class Digests:
 
 
 def _locked(path: Path) -> int | None:
-    """Lock the file at `path`, waiting for it; None where files can't be locked."""
+    """Lock the file at `path`, waiting for it; None where it can't be locked."""
     lock = None
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not acquire(lock, LOCK_SECONDS):
+            raise TimeoutError(f"{path} has been locked for {LOCK_SECONDS:g} s")
     except OSError as error:
         if lock is not None:
             os.close(lock)
