@@ -699,6 +699,16 @@ def test_a_new_capacity_outlives_the_process(store: PutsApart, tmp_path: Path) -
     assert store.usage().capacity == more
 
 
+def test_a_new_capacity_outlives_a_process_that_has_yet_to_open(tmp_path: Path) -> None:
+    of = spec(tmp_path)
+    store = PutsApart(of.open(SITE), of, SITE, "tier")
+    store.resize(of.capacity // 2)
+    wait_until(lambda: store._process is None or store._process.has_answered())
+    assert put(store, keys()) == [True] * 3 and not in_the_engine(store)
+    assert store.usage().capacity == of.capacity // 2
+    store.close()
+
+
 SAYS_SO = """
 import logging
 from tiers.disk.disk_store import DiskStore

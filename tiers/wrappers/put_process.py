@@ -143,6 +143,10 @@ class PutsApart(StoreWrapper):
         with self._asking() as process:
             if process is not None:
                 process.resize(capacity)
+            elif (opening := self._process) is not None:  # it would set the one of before
+                opening.kill()
+                self._before = opening
+                self._begin()
 
     def close(self) -> None:
         self._closed = True
