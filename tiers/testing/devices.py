@@ -86,8 +86,9 @@ def failing_devices() -> Iterator[None]:
 
 
 @contextmanager
-def failing_writes() -> Iterator[None]:
-    """Meanwhile files can be opened, made, read and named, and nobody writes into them."""
+def failing_writes(of_all: bool = True) -> Iterator[None]:
+    """Meanwhile files can be opened, made, read and named, and nobody writes into them; unless it
+    is `of_all`, C code does: an index, perhaps, whose store's own writes fail."""
 
     def fail(name: str) -> None:
         if name in ("write", "writev", "pwrite", "pwritev"):
@@ -96,7 +97,7 @@ def failing_writes() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with watched(fail) as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if of_all else soft, hard))
         yield
 
 

@@ -67,13 +67,17 @@ class TruthTests(StoreUnderTest):
 
     def test_what_could_not_be_written_is_not_held(self) -> None:
         """Where there is room, and all else works, as on a device that is worn out."""
+        for of_all in (True, False):
+            self._check_writes_that_fail(of_all)
+
+    def _check_writes_that_fail(self, of_all: bool) -> None:
         keys, new = ([make_key() for _ in range(8)] for _ in range(2))
         stored, raised = [False] * 8, False
         with self.opened() as store:
             self.put(store, keys)
             store.drop(keys)
             given = Memory(new, self.payload_bytes).fill()
-            with failing_writes():
+            with failing_writes(of_all):
                 try:
                     stored = each("put", store.put(given.readonly()), 8)
                 except Exception:  # noqa: BLE001 - whatever it raises is counted

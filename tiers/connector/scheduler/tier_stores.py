@@ -8,12 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from spec.offloading import OffloadingSpec
-from tiers.connector.policy.request_state import (
-    EngineStep,
-    RequestState,
-    RequestTable,
-    Scheduled,
-)
+from tiers.connector.policy.request_state import EngineStep, RequestState, RequestTable, Scheduled
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.jobs import Jobs, PendingStore, StoreShare
 from tiers.connector.scheduler.tier import Tier, TierRequest

@@ -15,11 +15,7 @@ import torch
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.worker.offloading_worker import OffloadingWorker
-from tiers.contract.messages import (
-    JobResult,
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-)
+from tiers.contract.messages import JobResult, OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiers.errors import KVTiersError
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import Link
