@@ -46,7 +46,6 @@ MUTANTS = (
         "put is True of all",
         "            if error is not None or all(created):\n                break\n        return held\n",
         "            if error is not None or all(created):\n                break\n        return [True] * len(held)\n",
-        equal="a bucket without a capacity that works refuses nothing",
     ),
     STORE.but(
         "answers",

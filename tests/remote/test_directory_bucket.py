@@ -451,6 +451,17 @@ def test_a_damaged_pack_is_a_miss_and_goes(place: Path, at: int) -> None:
 # ---- before the start
 
 
+def test_damaged_packs_of_one_load_all_go(place: Path) -> None:
+    with opened(place) as store:
+        keys = [make_key() for _ in range(3)]
+        assert put(store, *keys) == [True] * 3
+        for path in files(place):
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        assert get(store, *keys) == [False] * 3
+        assert not files(place)
+
+
 def test_doctor_tries_the_directory_and_leaves_nothing(place: Path) -> None:
     whole = os.statvfs(place).f_blocks * os.statvfs(place).f_frsize
     found = {
