@@ -44,6 +44,19 @@ def test_it_tells_of_requests_by_name_the_last_and_the_slowest(
     assert status == 1 and "no engine listens" in err
 
 
+def test_of_several_engines_each_is_named(
+    kvtiers: Run, engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """Their last requests looked like one engine's."""
+    for _ in range(2):
+        made = engine(cpu(4), explain={})
+        made.generate([*range(42)], 2)
+        made.settle()
+    status, out, err = kvtiers("explain", "--last", "1", "--folder", tmp_path / "control")
+    heads = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert (status, err, heads) == (0, "", ["engine", "request"] * 2)
+
+
 def test_an_engine_that_keeps_nothing_says_what_to_write(
     kvtiers: Run, engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:

@@ -71,6 +71,13 @@ def test_a_tier_that_is_paused_is_not_shown_as_open() -> None:
     assert row.split()[:2] == ["disk", "paused"] and note == "  disk: paused: both"
 
 
+def test_a_tier_whose_blocks_are_not_counted_is_not_shown_as_empty() -> None:
+    """As a server, whose 0 looked like one that has lost all."""
+    server = TIER.model_copy(update={"state": "open", "capacity_bytes": 0, "used_bytes": 0})
+    row = [*lines("chat-7", STATUS.model_copy(update={"tiers": [server]}))][2]
+    assert row.split()[:3] == ["disk", "open", "-"]
+
+
 def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
     found = [
         ("cpu", 0.4, 0.01),

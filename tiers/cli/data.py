@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TierOption = Annotated[
     str | None,
-    typer.Option("--tier", metavar="NAME", help="The tier; unset, each that can list its blocks."),
+    typer.Option("--tier", metavar="NAME", help="Only this tier, of those that list blocks."),
 ]
 RateOption = Annotated[
     str | None,
@@ -243,8 +243,7 @@ def _garbage_lines(
 def _tier(file: Path, name: str | None) -> StoreSpec:
     tiers = _tiers(file, name)
     if len(tiers) > 1:
-        names = one_of([tier.tier_name for tier in tiers])
-        raise refused(f"{file}: say which tier, by --tier: {names}")
+        raise refused(f"{file}: name a tier by --tier: {one_of([one.tier_name for one in tiers])}")
     return tiers[0]
 
 
@@ -266,16 +265,14 @@ def _require_keys(archive: Path, marks: Sequence[str], spec: StoreSpec) -> None:
 def _transfer_line(name: str, report: Transfer) -> str:
     from spec.fields import format_size
 
-    parts = [f"{report.moved:,} blocks, {format_size(report.bytes)}"]
-    for count, what in (
+    counts = (
         (report.held, "there already"),
         (report.gone, "evicted meanwhile"),
         (report.damaged, "damaged and left out"),
         (report.refused, "without room"),
-    ):
-        if count:
-            parts.append(f"{count:,} {what}")
-    return f"{name}: {', '.join(parts)}"
+    )
+    line = f"{name}: {report.moved:,} blocks, {format_size(report.bytes)}"
+    return ", ".join([line, *(f"{count:,} {what}" for count, what in counts if count)])
 
 
 def _verify(file: Path, tier: str | None, rate: str | None, as_json: bool, drops: bool) -> None:
@@ -394,15 +391,14 @@ def _verification_lines(name: str, report: Verification, seconds: float) -> Iter
     if report.damaged > len(report.found):
         yield f"{name}: {report.damaged - len(report.found):,} more are damaged"
     pace = format_size(int(report.bytes / max(seconds, 1e-6)))
-    line = f"{name}: {report.records:,} blocks, {format_size(report.bytes)}, {pace}/s"
-    parts = [f"{report.damaged:,} damaged"]
-    if report.dropped:
-        parts.append(f"{report.dropped:,} dropped")
-    if report.gone:
-        parts.append(f"{report.gone:,} evicted meanwhile")
-    if report.strange:
-        parts.append(f"{report.strange:,} are no records of this format")
-    yield f"{line}: {', '.join(parts)}"
+    counts = (
+        (report.dropped, "dropped"),
+        (report.gone, "evicted meanwhile"),
+        (report.strange, "are no records of this format"),
+    )
+    size = f"{report.records:,} blocks, {format_size(report.bytes)}, {pace}/s"
+    line = f"{name}: {size}: {report.damaged:,} damaged"
+    yield ", ".join([line, *(f"{count:,} {what}" for count, what in counts if count)])
 
 
 def _group_json(group: Group) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spec.errors import one_line
 from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, refused
 
 
@@ -36,13 +37,14 @@ def explain(
     question = {name: value for name, value in asked.items() if value is not None}
     if len(question) != 1:
         raise refused("give one of: a request, --last N, --slowest N")
-    answers = ask_engines("explain", question, engine, folder)
-    accounts = [{"engine": name, **account} for name, content in answers for account in content]
-    if not accounts:
+    known = [one for one in ask_engines("explain", question, engine, folder) if one.content]
+    if not known:
         raise refused("no engine knows such a request; the oldest ones are dropped", status=1)
-    for account in accounts:
-        for line in _lines(account, as_json):
-            typer.echo(line)
+    for name, accounts in known:
+        if len(known) > 1 and not as_json:
+            typer.echo(f"engine {one_line(name)}")
+        for account in accounts:
+            typer.echo("\n".join(_lines({"engine": name, **account}, as_json)))
 
 
 def _lines(account: dict[str, Any], as_json: bool) -> list[str]:

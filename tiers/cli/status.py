@@ -132,7 +132,7 @@ def ghost_lines(ghosts: Sequence[GhostStatus]) -> Iterator[str]:
 def _fill(tier: TierStatus) -> str:
     used = bytes_text(tier.used_bytes)
     if not tier.capacity_bytes:
-        return used
+        return used if tier.used_bytes else "-"  # not counted: it is not empty
     part = tier.used_bytes / tier.capacity_bytes
     return f"{used} of {bytes_text(tier.capacity_bytes)}, {part:.0%}"
 
