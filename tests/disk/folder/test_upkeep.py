@@ -139,6 +139,21 @@ def test_of_two_warnings_none_outlives_its_cause(tmp_path: Path) -> None:
         wait_for(lambda: not store.warning())
 
 
+@pytest.mark.fault
+@pytest.mark.usefixtures("often")
+def test_a_capacity_that_another_process_sets_is_told_though_there_was_no_room(
+    tmp_path: Path,
+) -> None:
+    """The old words stayed, with a capacity that no longer held."""
+    with opened(tmp_path, slots=1 << 40) as store:
+        wait_for(lambda: "its file system has room for" in store.warning())
+        other = Other(OPEN, tmp_path)
+        assert other.hear() == "open"
+        wait_for(lambda: "another engine on its folder has set capacity" in store.warning())
+        other.tell()
+        other.end()
+
+
 @pytest.mark.usefixtures("often")
 def test_no_file_of_an_open_tier_looks_old(tmp_path: Path) -> None:
     """What cleans /tmp would remove the owner's file and the lock, and let another process in."""

@@ -86,7 +86,7 @@ class OpenFolder:
         """The capacity that this process has set, in bytes."""
         self.short = ""
         """Why others could change the tier, or it can't hold that; empty: all is well."""
-        self._shortage = ""
+        self._shortage: dict[tuple[int | None, int], str] = {}  # by the folder's capacity and ours
         self.count_lock = threading.Lock()
 
     @contextmanager
@@ -198,11 +198,13 @@ class OpenFolder:
         except (FileNotFoundError, NotADirectoryError):  # `Keeping` reports it
             return
         free = found.f_bavail * found.f_frsize
-        short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
-        self._shortage = short and (self._shortage or short)  # whose text stays as it is
+        usage = self.index.usage()
+        of = usage.capacity, self.capacity
+        short = slot_allocator.shortage(usage, self.capacity, free)
+        self._shortage = {of: self._shortage.get(of, short)} if short else {}  # whose text stays
         try:
             self._files.check()
-            self.short = self._shortage
+            self.short = self._shortage.get(of, "")
         except TierUnusable as error:
             self.short = str(error)
 
