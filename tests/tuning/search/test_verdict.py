@@ -111,6 +111,11 @@ def test_what_differs_most_is_in_a_name() -> None:
     )
 
 
+def test_times_are_named_as_they_are_written() -> None:
+    redis = SimTier("redis", "redis", False, 10**9, ttl=86_400.0)
+    assert name(SimChain((redis,), max_wait=2.0)) == "redis 1GB ttl 1d; stitched; max_wait 2s"
+
+
 def test_fewer_tiers_then_fewer_settings_then_a_lower_price_are_simpler() -> None:
     cpu = {"price_per_gb_month": 3.0, "load_bandwidth": 1e12}
     machine = budget({"cpu": (9, cpu), "disk": (9, {})}).machine

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import yaml
 
-from spec.fields import exact_size, format_rate
+from spec.fields import exact_size, format_duration, format_rate
 from tiers.tuning.report import Report, TierUse, seconds
 from tiers.tuning.search.budget import Budget, Objective
 from tiers.tuning.search.search import Evaluated, Gap
@@ -79,6 +79,8 @@ def _set(one: SimChain | SimTier, *named: str) -> Iterator[tuple[str, object]]:
 def _written(key: str, value: object) -> str:
     if key in _RATES and isinstance(value, int | float):
         return format_rate(value)
+    if key in ("ttl", "max_wait") and isinstance(value, float):
+        return format_duration(value)
     return exact_size(value) if key in _SIZES and isinstance(value, int) else str(value).lower()
 
 
