@@ -23,32 +23,30 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from spec.chain import ChainSpec
-from spec.offloading import StoreSpec
-from spec.registry import tier_class
-from tests.soak.faults import Sabotaged, SoakFault, all_faults
+from tests.soak.chains import ENGINE, MODELS, TIERS, Chains
+from tests.soak.faults import Mood, SoakFault, all_faults
 from tests.soak.prompts import conversations, from_trace
+from tests.support.changing import changes_of, tiers_of
+from tests.support.replay_chains import MODEL
 from tests.support.servers import RedisServer, binaries
-from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
 
-MODEL = ReplayModel()
-SLOT = 4096
 AT_ONCE = 12
 """Requests in flight."""
-MAX_WAIT = 0.5
 STUCK_SECONDS = 30.0
 """A request that takes longer is stuck: for tiers it waits `MAX_WAIT`, and it computes in one."""
-ENGINE_SECONDS = 20.0
-"""An engine runs for this time before it is restarted over the same tiers."""
+ENGINE_SECONDS = 5.0
+"""An engine runs for this time; the next one has the same stores, and another chain of them."""
+CHANGED, RESET = 0.005, 0.0005
+"""Part of the steps before which its chain changes, and before which its caches are reset."""
 ABORTED = 0.03
 """Part of the requests that are given up in the middle."""
 
 
 @dataclass
 class SoakReport:
-    """The results. All but the first two should be zero; memory should stay about the same.
+    """The results. All but the first three should be zero; memory should stay about the same.
 
     `wrong_blocks`: answers that show a wrong block. `leaked_slots`: slots and paged blocks in use
     when nothing is in flight. The last two are measured between the end of the first engine and
@@ -57,6 +55,7 @@ class SoakReport:
 
     requests: int = 0
     faults: int = 0
+    changes: int = 0
     wrong_blocks: int = 0
     stuck_requests: int = 0
     leaked_slots: int = 0
@@ -81,15 +80,19 @@ class _Chance:
         self._next = time.monotonic() + every
         self._open: dict[str, tuple[float, Callable[[], object]]] = {}
 
+    @property
+    def is_lacking(self) -> bool:
+        """Whether the process lacks what others' cures need, and who reads a chain."""
+        return "process" in self._open
+
     def act(self) -> None:
         now = time.monotonic()
-        lacking = self._open.get("process")
-        due = self._open if lacking is None else {"process": lacking}
-        for name, (until, heal) in list(due.items()):
+        due = {"process": self._open["process"]} if self.is_lacking else dict(self._open)
+        for name, (until, heal) in due.items():
             if now >= until:
                 heal()
                 del self._open[name]
-        if now < self._next or "process" in self._open:  # others' cures need what it lacks
+        if now < self._next or self.is_lacking:
             return
         self._next = now + self._random.expovariate(1 / self._every)
         fault = self._random.choice(self._faults)
@@ -128,29 +131,9 @@ class Soak:
         self.report = SoakReport()
         self._prompts = prompts
         self._random = random.Random(seed)
-        disk = tier_class("disk").model_validate(
-            {"type": "disk", "path": str(folder / "disk"), "capacity": 3000 * 2 * SLOT}
-        )
-        assert isinstance(disk, StoreSpec)
-        sabotaged = Sabotaged.model_validate({"type": "disk", "inner": disk, "deadline": "400ms"})
-        redis = {
-            "type": "redis",
-            "url": server.url,
-            "timeout": "300ms",
-            "deadline": "2s",
-        }
-        cpu = {"type": "cpu", "capacity": 150 * SLOT, "verify": "always"}
-        self._chain = ChainSpec.model_validate(
-            {
-                "version": 1,
-                "load_when": "always",
-                "load_policy": "stitched",
-                "max_wait": f"{MAX_WAIT}s",
-                "staging": 300 * SLOT,
-                "tiers": [cpu, sabotaged, redis],
-            }
-        )
-        faults = all_faults(server, folder / "disk", sabotaged.mood, self._random)
+        mood = Mood(self._random)
+        self._chains = Chains(folder, server.url, mood, self._random)
+        faults = all_faults(server, folder / "disk", mood, self._random)
         self.chance = _Chance(faults, every, self._random)
 
     def run(self, seconds: float) -> SoakReport:
@@ -168,22 +151,33 @@ class Soak:
         return self.report
 
     def _one_engine(self, seconds: float) -> None:
-        engine = ReplayEngine(
-            self._chain, MODEL, num_blocks=400, batch_tokens=1024, prefix_caching=False
-        )
+        model = self._model = self._random.choice(MODELS)
+        drawn = {"prefix_caching": False, "batch_tokens": 1024, **self._chains.some(ENGINE)}
+        # The first has all kinds of tiers, so that what a process keeps for them is no leak.
+        chain = self._chains.draw(None if self.report.requests else TIERS)
+        facts = {"model": repr(model)}
+        size = 400 * len(model.windows)
+        engine = ReplayEngine(chain, model, num_blocks=size, facts=facts, **drawn)
+        changes = changes_of(engine)
         end = time.monotonic() + seconds
         in_flight: list[_InFlight] = []
-        while in_flight or time.monotonic() < end:
+        while in_flight or changes.waits or time.monotonic() < end:
             while len(in_flight) < AT_ONCE and time.monotonic() < end:
                 prompt = next(self._prompts)
                 request = engine.add(prompt, self._random.randrange(1, 6))
                 in_flight.append(_InFlight(request, prompt, time.monotonic()))
             self.chance.act()
+            is_changed = self._random.random() < CHANGED and time.monotonic() < end
+            if is_changed and not self.chance.is_lacking:
+                changes.request(self._chains.draw())  # refused while another one is under way
+            if self._random.random() < RESET:
+                engine.reset_cache()
             if not engine.step():
                 time.sleep(0.0005)
             in_flight = [a for a in in_flight if not self._is_over(engine, a)]
             engine.stats.reset()
         self.report.faults = self.chance.counts.total()
+        self.report.changes += changes.version
         self.chance.heal_all()
         self._close(engine)
 
@@ -191,7 +185,8 @@ class Soak:
         """Whether the request has ended, or is ended: given up, or stuck."""
         if asked.request.request_id not in engine.scheduler.requests:
             self.report.requests += 1
-            right = answer(MODEL, asked.prompt, asked.request.max_tokens)
+            ranks = len(engine.workers)
+            right = answer(self._model, asked.prompt, asked.request.max_tokens, ranks)
             self.report.wrong_blocks += asked.request.output != right
             return True
         waited = time.monotonic() - asked.since
@@ -209,12 +204,10 @@ class Soak:
             engine.settle()
         except RuntimeError:
             self.report.stuck_requests += 1
-        assert engine.connector is not None
-        tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
+        tiers = tiers_of(engine)
         leaked = engine.num_blocks - engine.scheduler.pool.num_free
         leaked += sum(tier.slots_pinned for tier in tiers)
-        resident = tiers[0].manager.slots_kept()
-        leaked += tiers[0].pool.in_use - resident
+        leaked += tiers[0].pool.in_use - sum(tier.manager.slots_kept() for tier in tiers)
         self.report.leaked_slots += leaked
         engine.close()
 

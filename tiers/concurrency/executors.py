@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import threading
@@ -17,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from tiers.concurrency.numa import bind, nodes
 from tiers.errors import TierUnusable
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,16 +154,23 @@ def wait_a_moment(in_flight: Collection[Future[Any]]) -> None:
         wait(in_flight, IDLE_WAIT, FIRST_COMPLETED)
 
 
-def in_background(call: Callable[[], T], name: str) -> Future[T]:
+def in_background(call: Callable[[], T], name: str, *, must: bool = True) -> Future[T]:
     """Begin `call` on a thread of its own, named `kvtiers-NAME`, by `widen_affinity`. A daemon: a
-    call that hangs does not keep the process from its end."""
+    call that hangs does not keep the process from its end. Where no thread can be had, what `must`
+    begin raises RuntimeError; else the future has that, since no engine's thread may raise."""
     ended: Future[T] = Future()
 
     def run() -> None:
         widen_affinity()
         settle(ended, call)
 
-    threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
+    except RuntimeError as error:
+        if must:
+            raise
+        logger.warning("no thread could be had to %s: %s", name, error)
+        ended.set_exception(error)
     return ended
 
 

@@ -101,7 +101,7 @@ class LiveChain:
             old, self._opened[key], self._wanted[key] = self._opened[key], (), chain
             for observer in old:
                 self._observers.remove(observer)
-        in_background(partial(self._exchange, key, old, chain), "reopen")
+        in_background(partial(self._exchange, key, old, chain), "reopen", must=False)
 
     def _exchange(self, key: str, old: Sequence[RequestObserver], chain: ChainSpec) -> None:
         """On a thread. Where another chain comes meanwhile, that one opens its own."""

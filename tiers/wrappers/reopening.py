@@ -87,8 +87,7 @@ class Reopening:
         self.why = str(error)
         line = "tier %s is open no more, and is opened anew: %s"
         logger.log(self._level, line, self._name, error)
-        with suppress(RuntimeError):  # no thread can be had, as while the interpreter ends
-            in_background(store.close, "close")
+        in_background(store.close, "close", must=False)
         self._wanted.set()
         return True
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -143,6 +144,28 @@ def test_the_engines_thread_looks_at_no_installed_package(
         monkeypatch.setattr(plugins, "entry_points", refused)
         finish(engine, pending)
         assert not pending.why
+
+
+@pytest.mark.parametrize("change", ["comes", "leaves", "is recorded"])
+@pytest.mark.fault
+def test_a_process_that_has_no_thread_left_serves_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """As in a container at its limit of processes: who changes a chain begins threads."""
+    a, b = cpu(64), disk(tmp_path / "disk")
+    before, after = {
+        "comes": (chain_of(a), chain_of(a, b)),
+        "leaves": (chain_of(a, b), chain_of(a)),
+        "is recorded": (chain_of(a), chain_of(a, record={"path": str(tmp_path / "record")})),
+    }[change]
+    with running(before) as engine:
+        served(engine, PROMPT)
+        pending = ask_for(engine, after)
+        with monkeypatch.context() as lacking:
+            lacking.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+            finish(engine, pending)
+            assert served(engine, PROMPT)["cpu"] > 0
+        assert ("no thread" in pending.why) == (change == "comes")
 
 
 def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:

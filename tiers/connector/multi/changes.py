@@ -342,7 +342,7 @@ class Changes:
             for tier, handshakes in tiers:
                 tier.open_ahead(handshakes)
 
-        self._opening = in_background(open_all, "attach") if tiers else None
+        self._opening = in_background(open_all, "attach", must=False) if tiers else None
 
     def _commit(self, pending: PendingChange, stage: Stage) -> list[ChangeOrder]:
         half, orders = self._half, list[ChangeOrder]()
@@ -393,7 +393,7 @@ class Changes:
     def _abort(self, pending: PendingChange, why: str) -> list[ChangeOrder]:
         """Close what was prepared; go back to the chain of before, if a stage is in effect."""
         for _, tier in self._attached.values():
-            in_background(tier.shutdown, "abort")
+            in_background(tier.shutdown, "abort", must=False)
         self._attached = {}
         order = ChangeOrder(self._number, "abort")
         if self._before == self.chain or self._failed:
@@ -414,7 +414,7 @@ class Changes:
             if leaving.closing is None and not child.jobs_in_flight:
                 drained.append(place)
                 # On a thread, since a store may wait. Nobody else uses it from now on.
-                leaving.closing = in_background(child.shutdown, "detach")
+                leaving.closing = in_background(child.shutdown, "detach", must=False)
                 self._half.put_child(place, leaving.name, AbsentTier(leaving.name))
             closing, ranks = leaving.closing, len(leaving.left)
             if closing is not None and closing.done() and ranks == self._ranks:
@@ -428,7 +428,7 @@ class Changes:
             pending, self._pending = self._pending, None
         self._rebuilder.close()
         for _, tier in self._attached.values():
-            in_background(tier.shutdown, "abort")
+            in_background(tier.shutdown, "abort", must=False)
         if pending is not None:
             pending.end(self.version, "the engine ended before it")
 

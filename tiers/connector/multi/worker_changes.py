@@ -96,7 +96,7 @@ class WorkerChanges:
     def _abort(self) -> None:
         prepared, self._prepared = self._prepared, None
         for child in prepared.attach.values() if prepared is not None else ():
-            in_background(child.detach, "abort")
+            in_background(child.detach, "abort", must=False)
             self._parts.release()
         if prepared is None or prepared.resize is None:
             return
@@ -112,7 +112,7 @@ class WorkerChanges:
         child = self._half.children[place]
         name = self._half.names[place]
         self._half.put_child(place, name, AbsentWorker(self._parts.release))
-        self._detaching[place] = in_background(child.detach, "detach")
+        self._detaching[place] = in_background(child.detach, "detach", must=False)
 
     def report(self) -> ChangeReport | None:
         """What this rank has done since the last report; None: nothing."""

@@ -229,7 +229,7 @@ class TierStores:
         before = {number: waiting.pop(number) for number in over}
         self._refuse(tier_request, [refused[number] for number in over if number in refused])
         taken = (why for number, why in before.items() if number not in refused)
-        self._admission.acceptance.taken_later(Counter(taken))
+        self._admission.acceptance.lost.subtract(taken)
         return items
 
     def _offer_last(self, overwritten: set[int]) -> list[Taken]:
@@ -334,7 +334,7 @@ class TierStores:
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
         tier, job, result = self._tier, store.job, store.result
-        self._admission.acceptance.failed(len(result.failed))
+        self._admission.acceptance.lost["store_failures"] += len(result.failed)
         self._admission.rate.ended(len(job.items) - len(result.failed), result.seconds)
         kept: list[dict[int, bytes]] = []
         first, of_tenants = 0, Counter[str]()
