@@ -2,8 +2,9 @@
 
     python -m tests.soak.run --minutes 60 --seed 7
 
-Breaks disk and Redis again and again under an engine whose answers show a wrong byte. Ends with
-status 1 if an answer was wrong, a request stuck, or a slot or descriptor leaked.
+Breaks disk, Redis and its own process again and again under engines whose answers show a wrong
+byte. Each has another chain of the same stores, which changes while it runs. Ends with status 1 if
+an answer was wrong, a request stuck, or a slot or descriptor leaked.
 """
 
 from __future__ import annotations
