@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import multiprocessing
 import os
 import threading
@@ -18,8 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from tiers.concurrency.numa import bind, nodes
 from tiers.errors import TierUnusable
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,23 +151,17 @@ def wait_a_moment(in_flight: Collection[Future[Any]]) -> None:
         wait(in_flight, IDLE_WAIT, FIRST_COMPLETED)
 
 
-def in_background(call: Callable[[], T], name: str, *, must: bool = True) -> Future[T]:
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
     """Begin `call` on a thread of its own, named `kvtiers-NAME`, by `widen_affinity`. A daemon: a
-    call that hangs does not keep the process from its end. Where no thread can be had, what `must`
-    begin raises RuntimeError; else the future has that, since no engine's thread may raise."""
+    call that hangs does not keep the process from its end. Raises RuntimeError where no thread can
+    be had: the engine's own thread submits to an executor in its place."""
     ended: Future[T] = Future()
 
     def run() -> None:
         widen_affinity()
         settle(ended, call)
 
-    try:
-        threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
-    except RuntimeError as error:
-        if must:
-            raise
-        logger.warning("no thread could be had to %s: %s", name, error)
-        ended.set_exception(error)
+    threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
     return ended
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import in_background
+from tiers.concurrency.executors import io_executor
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
@@ -54,8 +53,8 @@ class LiveChain:
         """The chains whose observers of each kind are open, or will be; none once it is closed."""
         # Without it observers that open while another chain comes would stay. Held for moments.
         self._exchanging = threading.Lock()
-        # Held by threads that close or open: two recorders would write one file.
-        self._reopening = threading.Lock()
+        # One thread closes and opens: two recorders would write one file.
+        self._thread = io_executor(1, "reopen")
         for some in self._opened.values():
             observers += some
 
@@ -101,25 +100,25 @@ class LiveChain:
             old, self._opened[key], self._wanted[key] = self._opened[key], (), chain
             for observer in old:
                 self._observers.remove(observer)
-        in_background(partial(self._exchange, key, old, chain), "reopen", must=False)
+        self._thread.submit(self._exchange, key, old, chain)
 
     def _exchange(self, key: str, old: Sequence[RequestObserver], chain: ChainSpec) -> None:
         """On a thread. Where another chain comes meanwhile, that one opens its own."""
-        with self._reopening:
-            _close_all(old)
-            if self._wanted.get(key) is not chain:
+        _close_all(old)
+        if self._wanted.get(key) is not chain:
+            return
+        opened = tuple(self._opens[key](chain))
+        with self._exchanging:
+            if self._wanted.get(key) is chain:
+                self._opened[key] = opened
+                self._observers += opened
                 return
-            opened = tuple(self._opens[key](chain))
-            with self._exchanging:
-                if self._wanted.get(key) is chain:
-                    self._opened[key] = opened
-                    self._observers += opened
-                    return
-            _close_all(opened)
+        _close_all(opened)
 
     def close(self) -> None:
         with self._exchanging:
             self._wanted.clear()
+        self._thread.shutdown(wait=False)
 
 
 def _close_all(observers: Sequence[RequestObserver]) -> None:

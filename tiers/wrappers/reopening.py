@@ -87,7 +87,8 @@ class Reopening:
         self.why = str(error)
         line = "tier %s is open no more, and is opened anew: %s"
         logger.log(self._level, line, self._name, error)
-        in_background(store.close, "close", must=False)
+        with suppress(RuntimeError):  # no thread can be had, as while the interpreter ends
+            in_background(store.close, "close")
         self._wanted.set()
         return True
 

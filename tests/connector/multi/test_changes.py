@@ -166,6 +166,9 @@ def test_a_process_that_has_no_thread_left_serves_on(
             finish(engine, pending)
             assert served(engine, PROMPT)["cpu"] > 0
         assert ("no thread" in pending.why) == (change == "comes")
+        engine.settle()
+        engine.close()
+        wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))
 
 
 def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:
@@ -350,18 +353,19 @@ def test_what_opens_behind_the_end_of_its_change_is_closed(
             return opening.is_set()
 
         wait_until(begins)
-        (attaching,) = [t for t in threading.enumerate() if t.name == "kvtiers-attach"]
+        attaching, threads = changes_of(engine)._opening, changes_of(engine)._threads
+        assert attaching is not None
         if how == "late":
             changes_of(engine)._until = 0.0
             finish(engine, pending)
             assert "the scheduler has not opened it" in pending.why
+            threads.submit(int).result()  # behind what closes it
         else:
             engine.close()
-        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-abort"]:
-            thread.join()
+            wait_until(lambda: sum(thread.is_alive() for thread in threads._threads) == 1)
         wait_until(lambda: not list((tmp_path / "owners").glob("*")))
         goes_on.set()
-        attaching.join()
+        attaching.result()
         wait_until(lambda: not list((tmp_path / "owners").glob("*")))
 
 
@@ -381,9 +385,9 @@ def test_ghosts_and_records_follow(tmp_path: Path) -> None:
     with running(chain_of(a, b, **ghosts)) as engine:
         served(engine, PROMPT)
         assert not change(engine, chain_of(a, b, **ghosts, **record)).why
+        live: Any = changes_of(engine)._rebuilder
         assert engine.connector is not None
-        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
-            thread.join()
+        live._thread.submit(int).result()
         assert len(engine.connector._observers) == 2
         served(engine, PROMPT)
         board = StatusBoard(engine.connector)
@@ -391,8 +395,7 @@ def test_ghosts_and_records_follow(tmp_path: Path) -> None:
         assert not change(engine, chain_of(a, b, **record)).why
         assert not board.status("").ghosts, "there are none any more"
         assert not change(engine, chain_of(a, b)).why
-        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
-            thread.join()
+        live._thread.submit(int).result()
         assert not engine.connector._observers
         assert list((tmp_path / "trace").glob("*"))
 
@@ -414,9 +417,10 @@ def test_a_recorder_that_opens_behind_the_end_of_its_engine_is_closed(
         record = {"record": {"path": str(tmp_path / "trace")}}
         assert not change(engine, chain_of(cpu(8), **record)).why
         assert opening.wait(60)
+        live: Any = changes_of(engine)._rebuilder
         engine.close()
         goes_on.set()
-        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
+        for thread in live._thread._threads:
             thread.join()
         (recorder,) = opened
         wait_until(lambda: not recorder._thread.is_alive())
@@ -444,8 +448,7 @@ def test_a_recorder_opens_though_another_change_follows(
         assert not change(engine, chain_of(cpu(8), **kept)).why
         assert not change(engine, chain_of(cpu(8, store_threshold=2), **kept)).why
         goes_on.set()
-        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
-            thread.join()
+        live._thread.submit(int).result()
         assert engine.connector is not None
         (recorder,) = engine.connector._observers
         assert live._opened["record"] == (recorder,)

@@ -30,7 +30,7 @@ from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff, diff
 from spec.errors import describe_error
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import in_background
+from tiers.concurrency.executors import io_executor
 from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
 from tiers.contract.connector import SchedulerConnector, do_nothing
@@ -180,6 +180,8 @@ class Changes:
         self._attached: dict[int, tuple[str, LiveTier]] = {}
         """The tiers that come with the stage, each with its name, by their places."""
         self._reports = ChangeReport()
+        # Begun now, as all that a change needs: in the midst of traffic no thread may be had.
+        self._threads = io_executor(2, "change")
         self._opening: Future[None] | None = None
         self._leaving: dict[int, _Leaving] = {}
 
@@ -342,7 +344,7 @@ class Changes:
             for tier, handshakes in tiers:
                 tier.open_ahead(handshakes)
 
-        self._opening = in_background(open_all, "attach", must=False) if tiers else None
+        self._opening = self._threads.submit(open_all) if tiers else None
 
     def _commit(self, pending: PendingChange, stage: Stage) -> list[ChangeOrder]:
         half, orders = self._half, list[ChangeOrder]()
@@ -393,7 +395,7 @@ class Changes:
     def _abort(self, pending: PendingChange, why: str) -> list[ChangeOrder]:
         """Close what was prepared; go back to the chain of before, if a stage is in effect."""
         for _, tier in self._attached.values():
-            in_background(tier.shutdown, "abort", must=False)
+            self._threads.submit(tier.shutdown)
         self._attached = {}
         order = ChangeOrder(self._number, "abort")
         if self._before == self.chain or self._failed:
@@ -414,7 +416,7 @@ class Changes:
             if leaving.closing is None and not child.jobs_in_flight:
                 drained.append(place)
                 # On a thread, since a store may wait. Nobody else uses it from now on.
-                leaving.closing = in_background(child.shutdown, "detach", must=False)
+                leaving.closing = self._threads.submit(child.shutdown)
                 self._half.put_child(place, leaving.name, AbsentTier(leaving.name))
             closing, ranks = leaving.closing, len(leaving.left)
             if closing is not None and closing.done() and ranks == self._ranks:
@@ -428,7 +430,8 @@ class Changes:
             pending, self._pending = self._pending, None
         self._rebuilder.close()
         for _, tier in self._attached.values():
-            in_background(tier.shutdown, "abort", must=False)
+            self._threads.submit(tier.shutdown)
+        self._threads.shutdown(wait=False)
         if pending is not None:
             pending.end(self.version, "the engine ended before it")
 

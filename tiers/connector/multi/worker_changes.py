@@ -9,7 +9,7 @@ from typing import Any
 
 from spec.errors import describe_error
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import in_background, io_executor
+from tiers.concurrency.executors import io_executor
 from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport
 from tiers.contract.connector import WorkerConnector, do_nothing
@@ -46,6 +46,7 @@ class WorkerChanges:
         self._detaching: dict[int, Future[None]] = {}
         # One thread: what a change was refused for is given back before the next one takes any.
         self._resizer = io_executor(1, "resize")
+        self._closer = io_executor(1, "detach")
 
     def follow(self, orders: Sequence[ChangeOrder]) -> None:
         """Do what a step orders, before anything else in it; it may be called twice for a step."""
@@ -96,7 +97,7 @@ class WorkerChanges:
     def _abort(self) -> None:
         prepared, self._prepared = self._prepared, None
         for child in prepared.attach.values() if prepared is not None else ():
-            in_background(child.detach, "abort", must=False)
+            self._closer.submit(child.detach)
             self._parts.release()
         if prepared is None or prepared.resize is None:
             return
@@ -112,7 +113,7 @@ class WorkerChanges:
         child = self._half.children[place]
         name = self._half.names[place]
         self._half.put_child(place, name, AbsentWorker(self._parts.release))
-        self._detaching[place] = in_background(child.detach, "detach", must=False)
+        self._detaching[place] = self._closer.submit(child.detach)
 
     def report(self) -> ChangeReport | None:
         """What this rank has done since the last report; None: nothing."""
@@ -148,6 +149,7 @@ class WorkerChanges:
         """The engine ends: close what was prepared."""
         self._abort()
         self._resizer.shutdown(wait=False)
+        self._closer.shutdown(wait=False)
 
 
 def _result(future: Future[str]) -> str | None:

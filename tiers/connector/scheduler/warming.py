@@ -93,7 +93,10 @@ class Warming:
         elif self._naming is None:
             if source.reads and source.open.manager.health().reads and target.usable:
                 self._began = self._now()
-                self._naming = in_background(self._name, "warm", must=False)
+                try:
+                    self._naming = in_background(self._name, "warm")
+                except RuntimeError as lacking:
+                    self._end(str(lacking))
         elif self._naming.done() and not self._named and not self._in_flight:
             if (error := self._naming.exception()) is not None:
                 self._end(f"its store failed: {error}")
