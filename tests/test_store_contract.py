@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 from unittest import SkipTest
+from unittest.mock import patch
 
 import pytest
 
@@ -23,6 +26,7 @@ from tiers.remote.shared_spec import SharedSpec
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
+from tiers.testing.memory_tests import check_left, counted
 from tiers.testing.template.kit import TestTemplate  # noqa: F401 - pytest runs it
 from tiers.trial import Medium, find_lie
 from tiers.wrappers import put_process
@@ -69,6 +73,25 @@ class Tier(StoreContract):
         with self.opened() as store:
             assert list(store.put(blocks))[1]
             assert self.hits(store, keys) == [False, True]
+
+    def test_an_open_that_gets_too_few_threads_leaves_none(self) -> None:
+        before, begin = counted(), threading.Thread.start
+        for most in itertools.count():
+            begun = itertools.count()
+
+            def start(thread: threading.Thread, most: int = most, begun: Any = begun) -> None:
+                if next(begun) >= most:
+                    raise RuntimeError("can't start new thread")
+                begin(thread)
+
+            with patch.object(threading.Thread, "start", start):
+                try:
+                    store = self.open_store(self.payload_bytes)
+                except (RuntimeError, TierError):
+                    continue
+            store.close()
+            break
+        check_left(before, "opens without enough threads")
 
 
 class TestMemory(StoreContract):

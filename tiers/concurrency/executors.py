@@ -153,8 +153,7 @@ def wait_a_moment(in_flight: Collection[Future[Any]]) -> None:
 
 def in_background(call: Callable[[], T], name: str) -> Future[T]:
     """Begin `call` on a thread of its own, named `kvtiers-NAME`, by `widen_affinity`. A daemon: a
-    call that hangs does not keep the process from its end. Raises RuntimeError where no thread can
-    be had: the engine's own thread submits to an executor in its place."""
+    call that hangs does not keep the process from its end. Raises RuntimeError without a thread."""
     ended: Future[T] = Future()
 
     def run() -> None:

@@ -98,7 +98,11 @@ class PackStore:
         self._pack_blocks = blocks_of_pack(payload_bytes)
         self._timeout = timeout
         self._deleters = max(1, connections // 2)  # look-ups have the others
-        self._threads = io_executor(connections, "packs")
+        try:
+            self._threads = io_executor(connections, "packs")
+        except RuntimeError:
+            bucket.close()
+            raise
         self._pid = os.getpid()
         self._known = RecentDict[bytes, Index](KNOWN, KNOWN_SECONDS, time.monotonic)
         """Indexes by the key of the first block."""
