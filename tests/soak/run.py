@@ -39,7 +39,7 @@ STUCK_SECONDS = 30.0
 """A request that takes longer is stuck: for tiers it waits `MAX_WAIT`, and it computes in one."""
 ENGINE_SECONDS = 5.0
 """An engine runs for this time; the next one has the same stores, and another chain of them."""
-CHANGED, RESET = 0.005, 0.0005
+CHANGED, RESET = 0.02, 0.0005
 """Part of the steps before which its chain changes, and before which its caches are reset."""
 ABORTED = 0.03
 """Part of the requests that are given up in the middle."""
@@ -170,7 +170,7 @@ class Soak:
             self.chance.act()
             is_changed = self._random.random() < CHANGED and time.monotonic() < end
             if is_changed and not self.chance.is_lacking:
-                changes.request(self._chains.draw())  # refused while another one is under way
+                changes.request(self._chains.change(changes.chain))
             if self._random.random() < RESET:
                 engine.reset_cache()
             if not engine.step():
@@ -178,7 +178,7 @@ class Soak:
             in_flight = [a for a in in_flight if not self._is_over(engine, a)]
             engine.stats.reset()
         self.report.faults = self.chance.counts.total()
-        self.report.changes += changes.version
+        self.report.changes += changes.version - 1
         self.chance.heal_all()
         self._close(engine)
 
