@@ -74,7 +74,7 @@ class Chains:
         return ChainSpec.model_validate({"version": 1, **whole, **sizes, "tiers": tiers})
 
     def change(self, before: ChainSpec) -> ChainSpec:
-        """A chain that an engine of the one `before` can have while it runs."""
+        """The next chain of an engine, which refuses it only where its cpu tier would go."""
         old, drawn = {tier.tier_name: tier for tier in before.tiers}, self.draw()
         tiers = [
             _like(tier, old.get(tier.tier_name))
