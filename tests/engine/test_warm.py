@@ -119,6 +119,24 @@ def test_a_damaged_block_is_left_out(engine: MakeEngine, tmp_path: Path) -> None
         ask(made, prompt)
 
 
+def test_a_worker_that_gets_no_thread_any_more_loads_them(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(engine, tmp_path)
+    made = engine(chain_of(cpu(400), disk(tmp_path), warm={}), prefix_caching=False)
+    begin = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name != "kvtiers-warm":  # the scheduler's, which may be in another process
+            raise RuntimeError("can't start new thread")
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made.run()
+    assert measured(made, "warmed_blocks", "disk") == 100
+    assert ask(made, PROMPTS[-1]) == {"cpu": WHOLE, "disk": 0}
+
+
 def test_a_reset_meanwhile_leaves_nothing(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

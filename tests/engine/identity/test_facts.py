@@ -604,6 +604,38 @@ def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
     assert opened == ["worker"] * world_size, "what can't be used is opened in vain"
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("thread", ["open", "clear", "lookup", "watch-disk", "inventory"])
+def test_a_tier_that_the_scheduler_finds_no_thread_for_is_closed(
+    make: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    thread: str,
+) -> None:
+    """It joins in a step, which must not fail: of a large model, each one does."""
+    late, begin, mine = Facts(), threading.Thread.start, threading.get_ident()
+
+    def start(self: threading.Thread) -> None:
+        if threading.get_ident() == mine and self.name.startswith(f"kvtiers-{thread}"):
+            raise RuntimeError("can't start new thread")
+        begin(self)
+
+    engine = make(chain_of(cpu(), disk(tmp_path)), late, kv_events=True)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    late.are_known = True
+    limit = time.monotonic() + SECONDS
+    while "unusable" not in caplog.text:
+        assert time.monotonic() < limit, "nobody says why the tier is absent"
+        loaded(engine, "disk")
+    assert "tier 'disk' is unusable" in caplog.text and "can't start new thread" in caplog.text
+    assert loaded(engine, "cpu") and not loaded(engine, "disk")
+    close(engine)
+    while list((tmp_path / "owners").glob("*")):
+        assert time.monotonic() < limit, "its folder stays in use"
+        time.sleep(0.01)
+
+
 def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
     make: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

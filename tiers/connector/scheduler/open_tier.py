@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spec.chain import ChainSpec
-from spec.errors import describe_error, one_line
+from spec.errors import describe_error, one_line, reason_of
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.connector.policy.request_state import lookup_seconds
@@ -119,9 +119,7 @@ class TierOpener:
             self._hosts[host] = slots
             manager: TierManager = host
         elif isinstance(tier, StoreSpec):
-            store = self._store_manager(tier, payload, handshakes, in_step)
-            manager = store
-            inventory = self._inventory(tier, store, handshakes[0].namespace)
+            manager, inventory = self._open_store(tier, payload, handshakes, in_step)
             # Only if they report it themselves: else none would find what another has stored.
             one_writer = len({handshake.namespace for handshake in handshakes}) == 1
         else:
@@ -166,13 +164,13 @@ class TierOpener:
         log_chain(self._chain, payload_bytes, ranks, self._pool.num_slots)
         return self._pool
 
-    def _store_manager(
+    def _open_store(
         self,
         tier: StoreSpec,
         payload: int,
         handshakes: Sequence[WorkerHandshake],
         in_step: bool,
-    ) -> StoreManager:
+    ) -> tuple[StoreManager, Inventory | None]:
         # Whether only the host that stored them finds the blocks. Where the settings leave it open,
         # so it is for a store that answers from memory, or is of its host alone.
         is_local = tier.is_prompt if tier.host_local is None else tier.host_local
@@ -180,19 +178,20 @@ class TierOpener:
             self._require_one_host(handshakes)
         context = StoreContext(payload, len(handshakes))
         store = open_guarded(tier, context, in_step, partial(log_store, self._chain, tier))
-        if tier.host_local is None and not is_local and capability(store, Clear) is not None:
-            try:
-                self._require_one_host(handshakes)
-            except TierUnusable:
-                store.close()
-                raise
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
         groups = BlockGroups(self._engine)
         args = store, spaces, self._generation, self._now, lookup_seconds(self._chain.max_wait)
-        manager = StoreManager(*args, in_order=groups.in_order, in_rows=groups.in_rows)
-        if self._engine.kv_events:
-            self._stores.append(manager)
-        return manager
+        opened: TierStore | StoreManager = store
+        try:
+            if tier.host_local is None and not is_local and capability(store, Clear) is not None:
+                self._require_one_host(handshakes)
+            opened = manager = StoreManager(*args, in_order=groups.in_order, in_rows=groups.in_rows)
+            if self._engine.kv_events:
+                self._stores.append(manager)
+            return manager, self._inventory(tier, manager, handshakes[0].namespace)
+        except (TierUnusable, RuntimeError) as error:  # the latter: no thread can be had
+            opened.close()
+            raise TierUnusable(reason_of(error)) from error
 
     def _require_one_host(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Raise TierUnusable, naming who is where, if the scheduler and the ranks are not all on

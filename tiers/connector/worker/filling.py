@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
-from tiers.concurrency.executors import IoExecutor, io_executor, wait_a_moment
+from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.weight_watch import WeightVerdict
@@ -20,11 +20,12 @@ class Filling:
     engine's thread calls it."""
 
     def __init__(self, tier: str, host: HostSlots, rate_limit: RateLimit) -> None:
-        self._tier, self._host, self._rate_limit = tier, host, rate_limit
+        self._host, self._rate_limit = host, rate_limit
         self._store: Guarded | None = None
         self._namespace = b""
         self._fills: list[tuple[LoadJob, Future[list[bool]]]] = []
-        self._thread: IoExecutor | None = None
+        # Begun now: in the midst of traffic no thread may be had.
+        self._thread = io_executor(1, f"warm-{tier}")
 
     def serve(self, store: Guarded, namespace: bytes) -> None:
         """Load from `store` from now on, under the worker's `namespace`."""
@@ -36,7 +37,6 @@ class Filling:
         for job in jobs:
             verdict = self._host.watch.loads(job.generation)
             self._host.empty([item.target for item in job.items])
-            self._thread = self._thread or io_executor(1, f"warm-{self._tier}")
             self._fills.append((job, self._thread.submit(self._fill, job, verdict)))
 
     def _fill(self, job: LoadJob, verdict: WeightVerdict) -> list[bool]:
@@ -67,6 +67,5 @@ class Filling:
 
     def close(self, drain: float) -> None:
         """End; wait for what is in flight for `drain` seconds at most."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            wait([future for _, future in self._fills], drain)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait([future for _, future in self._fills], drain)
