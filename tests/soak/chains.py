@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
-from spec.offloading import OffloadingSpec
+from spec.offloading import OffloadingSpec, StoreSpec
 from spec.registry import make_tier
 from tests.soak.faults import Mood, Sabotaged
 from tests.support.replay_chains import HYBRID, MODEL, RECURRENT, SLOT, WINDOWS, encryption
@@ -73,6 +73,17 @@ class Chains:
         tiers = [make() for make in some]
         return ChainSpec.model_validate({"version": 1, **whole, **sizes, "tiers": tiers})
 
+    def change(self, before: ChainSpec) -> ChainSpec:
+        """The next chain of an engine, which refuses it only where its cpu tier would go."""
+        old, drawn = {tier.tier_name: tier for tier in before.tiers}, self.draw()
+        tiers = [
+            _like(tier, old.get(tier.tier_name))
+            for tier in drawn.tiers
+            if isinstance(tier, StoreSpec) or tier.tier_name in old
+        ]
+        same = {"on_reset": before.on_reset, "explain": before.explain}
+        return drawn.model_copy(update={"tiers": tuple(tiers) or before.tiers, **same})
+
     def some(self, settings: Settings) -> dict[str, Any]:
         """Some of these, each with a value."""
         drawn = {name: self._random.choice(values) for name, values in settings.items()}
@@ -103,6 +114,12 @@ class Chains:
     def _store(self) -> dict[str, Any]:
         is_encrypted = self._random.random() < SHARE
         return {**self.some(STORE), **(self._encryption if is_encrypted else {})}
+
+
+def _like(tier: OffloadingSpec, old: OffloadingSpec | None) -> OffloadingSpec:
+    """The tier, with what the one that has its blocks so far has for good."""
+    kept = ("encryption", "eviction") if old is not None else ()
+    return tier.model_copy(update={k: getattr(old, k) for k in kept if hasattr(old, k)})
 
 
 def made(kind: str, settings: dict[str, Any]) -> OffloadingSpec:

@@ -3,8 +3,8 @@
     python -m tests.soak.run --minutes 60 --seed 7
 
 Breaks disk, Redis and its own process again and again under engines whose answers show a wrong
-byte. Each has another chain of the same stores. Ends with status 1 if an answer was wrong, a
-request stuck, or a slot or descriptor leaked.
+byte. Each has another chain of the same stores, which changes while it runs. Ends with status 1 if
+an answer was wrong, a request stuck, or a slot or descriptor leaked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from tests.soak.chains import ENGINE, MODELS, TIERS, Chains
 from tests.soak.faults import Mood, SoakFault, all_faults
 from tests.soak.prompts import conversations, from_trace
-from tests.support.changing import tiers_of
+from tests.support.changing import changes_of, tiers_of
 from tests.support.replay_chains import MODEL
 from tests.support.servers import RedisServer, binaries
 from tiers.lab.replay import ReplayEngine, answer
@@ -39,15 +39,15 @@ STUCK_SECONDS = 30.0
 """A request that takes longer is stuck: for tiers it waits `MAX_WAIT`, and it computes in one."""
 ENGINE_SECONDS = 5.0
 """An engine runs for this time; the next one has the same stores, and another chain of them."""
-RESET = 0.0005
-"""Part of the steps before which an engine's caches are reset."""
+CHANGED, RESET = 0.02, 0.0005
+"""Part of the steps before which its chain changes, and before which its caches are reset."""
 ABORTED = 0.03
 """Part of the requests that are given up in the middle."""
 
 
 @dataclass
 class SoakReport:
-    """The results. All but the first two should be zero; memory should stay about the same.
+    """The results. All but the first three should be zero; memory should stay about the same.
 
     `wrong_blocks`: answers that show a wrong block. `leaked_slots`: slots and paged blocks in use
     when nothing is in flight. The last two are measured between the end of the first engine and
@@ -56,6 +56,7 @@ class SoakReport:
 
     requests: int = 0
     faults: int = 0
+    changes: int = 0
     wrong_blocks: int = 0
     stuck_requests: int = 0
     leaked_slots: int = 0
@@ -82,7 +83,7 @@ class _Chance:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether the process lacks what others' cures need."""
+        """Whether the process lacks what others' cures need, and who reads a chain."""
         return "process" in self._open
 
     def act(self) -> None:
@@ -158,14 +159,18 @@ class Soak:
         facts = {"model": repr(model)}
         size = 400 * len(model.windows)
         engine = ReplayEngine(chain, model, num_blocks=size, facts=facts, **drawn)
+        changes = changes_of(engine)
         end = time.monotonic() + seconds
         in_flight: list[_InFlight] = []
-        while in_flight or time.monotonic() < end:
+        while in_flight or changes.waits or time.monotonic() < end:
             while len(in_flight) < AT_ONCE and time.monotonic() < end:
                 prompt = next(self._prompts)
                 request = engine.add(prompt, self._random.randrange(1, 6))
                 in_flight.append(_InFlight(request, prompt, time.monotonic()))
             self.chance.act()
+            is_changed = self._random.random() < CHANGED and time.monotonic() < end
+            if is_changed and not self.chance.is_lacking:
+                changes.request(self._chains.change(changes.chain))
             if self._random.random() < RESET:
                 engine.reset_cache()
             if not engine.step():
@@ -173,6 +178,7 @@ class Soak:
             in_flight = [a for a in in_flight if not self._is_over(engine, a)]
             engine.stats.reset()
         self.report.faults = self.chance.counts.total()
+        self.report.changes += changes.version - 1
         self.chance.heal_all()
         self._close(engine)
 

@@ -22,7 +22,7 @@ def soak(report: Path, *options: str) -> dict[str, int]:
 
 def assert_clean(report: dict[str, int]) -> None:
     assert set(report) == {
-        *("requests", "faults", "wrong_blocks", "stuck_requests"),
+        *("requests", "faults", "changes", "wrong_blocks", "stuck_requests"),
         *("leaked_slots", "leaked_fds", "rss_growth_bytes"),
     }
     assert report["requests"] > 0 and report["faults"] > 0
@@ -50,4 +50,5 @@ def test_some_seconds(tmp_path: Path, prompts: str) -> None:
 def test_a_minute(tmp_path: Path) -> None:
     report = soak(tmp_path / "report.json", "--minutes", "1", "--every", "0.5")
     assert_clean(report)
+    assert report["changes"] > 0
     assert report["rss_growth_bytes"] < 64 << 20
