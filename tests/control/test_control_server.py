@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -11,9 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from tests.support.changing import running
+from tests.support.replay_chains import chain_of, cpu
+from tests.support.topologies import wait_until
 from tiers.control import control_server as served
 from tiers.control.ask_engines import NoAnswer, ask
 from tiers.control.control_server import (
@@ -22,6 +27,7 @@ from tiers.control.control_server import (
     QuestionRefused,
     runtime_folder,
 )
+from tiers.control.engine_control import Control
 
 LARGE = b'{"verb": "large"}\n'
 
@@ -164,6 +170,51 @@ def test_closing_removes_the_socket(serve: Callable[..., ControlServer]) -> None
     assert list(made.path.parent.iterdir()) == []
     with pytest.raises(NoAnswer, match="no engine listens"):
         ask(made.path.parent, "echo")
+
+
+def threads() -> int:
+    return sum(thread.name == "kvtiers-control" for thread in threading.enumerate())
+
+
+@pytest.mark.fault
+def test_a_socket_that_can_not_be_removed_stays_for_the_next_engine(
+    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder turned read-only: an engine's end goes on, and closes what comes after."""
+    made = serve()
+    with monkeypatch.context() as fails:
+        fails.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EROFS, "read-only")))
+        serve("other").close()
+        made.close()
+    wait_until(lambda: not threads())
+    assert made.path.exists()
+    assert ask(serve().path.parent, "echo")[0].content == {}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_an_engine_that_has_no_threads_for_its_socket_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: int
+) -> None:
+    """`place`: of the first that it does not get, of those that open it and answer there."""
+    begin, begun = threading.Thread.start, list[str]()
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith("kvtiers-control"):
+            if len(begun) >= place:
+                raise RuntimeError("can't start new thread")
+            begun.append(self.name)
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    folder = tmp_path / "control"
+    chain = chain_of(cpu(), control={"folder": str(folder)})
+    with running(chain) as engine:
+        assert engine.connector is not None
+        control = Control(chain, engine.connector)
+        wait_until(lambda: "can't start new thread" in caplog.text and not threads())
+        assert not folder.exists() or not list(folder.iterdir())
+        control.close()
 
 
 def connected(path: Path) -> socket.socket:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.contract.protocols import RequestObserver
+
+logger = logging.getLogger(__name__)
 
 MakeTier = Callable[[OffloadingSpec, ChainSpec], OffloadingScheduler]
 OpenObservers = Callable[[ChainSpec], Sequence[RequestObserver]]
@@ -48,13 +51,14 @@ class LiveChain:
         self._names = names
         self._observers = observers
         self._opens = opens
-        self._opened = {key: tuple(opens_some(chain)) for key, opens_some in opens.items()}
+        self._opened = {key: self._open(key, chain) for key in opens}
         self._wanted = dict.fromkeys(opens, chain)
         """The chains whose observers of each kind are open, or will be; none once it is closed."""
         # Without it observers that open while another chain comes would stay. Held for moments.
         self._exchanging = threading.Lock()
-        # One thread closes and opens: two recorders would write one file.
-        self._thread = io_executor(1, "reopen")
+        # One thread closes and opens: two recorders would write one file. It begins when needed.
+        self._thread = IoExecutor()
+        self._has_thread = False
         for some in self._opened.values():
             observers += some
 
@@ -96,6 +100,13 @@ class LiveChain:
 
     def _reopen(self, key: str, chain: ChainSpec) -> None:
         """Close the observers of a kind, and open those of this chain, beside the steps."""
+        try:
+            if not self._has_thread:
+                self._thread.add_thread("kvtiers-reopen")
+            self._has_thread = True
+        except RuntimeError as error:
+            logger.warning("%s: stays as it was before the change: %s", key, error)
+            return
         with self._exchanging:
             old, self._opened[key], self._wanted[key] = self._opened[key], (), chain
             for observer in old:
@@ -107,13 +118,20 @@ class LiveChain:
         _close_all(old)
         if self._wanted.get(key) is not chain:
             return
-        opened = tuple(self._opens[key](chain))
+        opened = self._open(key, chain)
         with self._exchanging:
             if self._wanted.get(key) is chain:
                 self._opened[key] = opened
                 self._observers += opened
                 return
         _close_all(opened)
+
+    def _open(self, key: str, chain: ChainSpec) -> Sequence[RequestObserver]:
+        try:
+            return tuple(self._opens[key](chain))
+        except RuntimeError as error:
+            logger.warning("%s: left out until its settings change: %s", key, error)
+            return ()
 
     def close(self) -> None:
         with self._exchanging:

@@ -91,10 +91,7 @@ def compare(before: Sequence[Saved], after: Sequence[Saved]) -> Verdict:
     gain = rate_after - rate_before
     outcome: Outcome = "same" if abs(gain) <= margin else "better" if gain > 0 else "worse"
     return Verdict(
-        outcome=outcome,
-        before=1000 * rate_before,
-        after=1000 * rate_after,
-        margin=1000 * margin,
+        outcome=outcome, before=1000 * rate_before, after=1000 * rate_after, margin=1000 * margin
     )
 
 

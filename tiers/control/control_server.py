@@ -145,7 +145,8 @@ def listen(folder: Path, name: str) -> tuple[socket.socket, Path]:
         server.close()
         raise
     finally:
-        hidden.unlink(missing_ok=True)
+        with suppress(OSError):
+            hidden.unlink()
 
 
 def _publish(hidden: Path, folder: Path, name: str) -> Path:
@@ -171,8 +172,12 @@ class ControlServer:
         self._is_closed = False
         self._answering = threading.Lock()
         """Of several answers at once, each would pause for itself alone."""
-        for _ in range(MAX_CLIENTS):
-            threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
+        try:
+            for _ in range(MAX_CLIENTS):
+                threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
+        except RuntimeError:
+            self.close()
+            raise
 
     @property
     def engine(self) -> str:
@@ -231,7 +236,8 @@ class ControlServer:
     def close(self) -> None:
         """Stop answering, and remove the socket. Does not wait for clients."""
         self._is_closed = True
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # a socket that stays is removed by the next engine
+            self.path.unlink()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the threads
         self._server.close()

@@ -29,6 +29,7 @@ from tiers.explain.explanations import answer
 from tiers.host.spare_memory import for_slots, spare_memory
 
 logger = logging.getLogger(__name__)
+_NO_SOCKET = "`kvtiers status` finds nothing: no socket in control.folder: %s"
 
 
 class Control:
@@ -50,7 +51,10 @@ class Control:
         self.board = StatusBoard(scheduler)
         self._changes = ChangeVerbs(scheduler.changes, self.board.saved)
         if chain.control is not None:
-            in_background(self._open, "control-open")
+            try:
+                in_background(self._open, "control-open")
+            except RuntimeError as error:
+                logger.warning(_NO_SOCKET, error)
 
     def _open(self) -> None:
         spec = self._chain.control
@@ -67,7 +71,7 @@ class Control:
         try:
             server = ControlServer(folder, spec.name, verbs)
         except (FolderRefused, OSError, RuntimeError) as error:
-            logger.warning("`kvtiers status` finds nothing: no socket in control.folder: %s", error)
+            logger.warning(_NO_SOCKET, error)
             return
         with self._lock:
             self._server = server

@@ -38,9 +38,7 @@ class StatusBoard:
     """
 
     def __init__(
-        self,
-        scheduler: MultiScheduler,
-        now: Callable[[], float] = time.monotonic,
+        self, scheduler: MultiScheduler, now: Callable[[], float] = time.monotonic
     ) -> None:
         """`scheduler`: of a chain."""
         assert scheduler.changes is not None, "it has no chain"

@@ -30,10 +30,7 @@ class Reopening:
     `lost`. One log line says that it can't be opened, until it can."""
 
     def __init__(
-        self,
-        name: str,
-        make: Callable[[], TierStore],
-        announce: Callable[[TierStore], None] | None,
+        self, name: str, make: Callable[[], TierStore], announce: Callable[[TierStore], None] | None
     ) -> None:
         """Begins to open it. `announce` is called with each store that has opened, in the one
         process of an engine that announces it; None: in the others."""

@@ -180,6 +180,29 @@ def test_a_process_that_has_no_thread_left_serves_on(
         wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))
 
 
+@pytest.mark.parametrize("lacking", ["record", "ghosts", "reopen"])
+@pytest.mark.fault
+def test_a_start_that_finds_no_thread_to_record_or_count_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: str
+) -> None:
+    begin = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == f"kvtiers-{lacking}":
+            raise RuntimeError("can't start new thread")
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    record = {"record": {"path": str(tmp_path / "record")}}
+    both = chain_of(cpu(64), ghosts=[{"tier": "cpu", "capacity": "2x"}], **record)
+    with running(both) as engine:
+        assert engine.connector is not None
+        assert len(engine.connector._observers) == 2 - (lacking != "reopen")
+        served(engine, PROMPT)
+        assert not change(engine, chain_of(cpu(64))).why
+        assert ("can't start new thread" in caplog.text) and served(engine, PROMPT)["cpu"] > 0
+
+
 def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:
     a, b = both(tmp_path)
     with running(chain_of({**a, "paused": "reads"}, b), ranks=1) as engine:

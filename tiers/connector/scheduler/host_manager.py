@@ -25,10 +25,7 @@ class HostManager(TierManager):
     completes_on_gather = True
 
     def __init__(
-        self,
-        residency: Residency,
-        pool: SlotPool,
-        on_evict: Callable[[bytes], None] | None = None,
+        self, residency: Residency, pool: SlotPool, on_evict: Callable[[bytes], None] | None = None
     ) -> None:
         """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency

@@ -60,11 +60,7 @@ class TierOpener:
     first that opens makes the chain's slots, since only then it is known how large a block is."""
 
     def __init__(
-        self,
-        chain: ChainSpec,
-        engine: EngineInfo,
-        generation: Generation,
-        now: Callable[[], float],
+        self, chain: ChainSpec, engine: EngineInfo, generation: Generation, now: Callable[[], float]
     ) -> None:
         """`now`: the clock of the stores' answers, in seconds."""
         self.size = PoolSize.of(chain, engine)
@@ -165,11 +161,7 @@ class TierOpener:
         return self._pool
 
     def _open_store(
-        self,
-        tier: StoreSpec,
-        payload: int,
-        handshakes: Sequence[WorkerHandshake],
-        in_step: bool,
+        self, tier: StoreSpec, payload: int, handshakes: Sequence[WorkerHandshake], in_step: bool
     ) -> tuple[StoreManager, Inventory | None]:
         # Whether only the host that stored them finds the blocks. Where the settings leave it open,
         # so it is for a store that answers from memory, or is of its host alone.

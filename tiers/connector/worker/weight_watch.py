@@ -104,11 +104,7 @@ class WeightWatch(Watch):
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        ranks: int,
-        adapters: LoadedAdapters = NO_ADAPTERS,
-        rank: int = 0,
+        self, weights: Weights, ranks: int, adapters: LoadedAdapters = NO_ADAPTERS, rank: int = 0
     ) -> None:
         self.adapters = adapters
         self._rank = rank

@@ -157,11 +157,7 @@ class Index:
     """
 
     def __init__(
-        self,
-        path: Path,
-        synced: bool = False,
-        lasting: bool = False,
-        map_bytes: int = MAP_BYTES,
+        self, path: Path, synced: bool = False, lasting: bool = False, map_bytes: int = MAP_BYTES
     ) -> None:
         self._path = path
         self._pages = 0
