@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,10 @@ from tests.support.compatibility import Cells
 from tests.support.plugin_packages import Install, write_package
 from tests.support.servers import RedisServer, binaries
 from tiers.concurrency.repeated_log import RepeatedLog
+
+# Each worker, and each process that a test starts, would else compile all of ours anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
 
@@ -43,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [one for one in items if "cells" not in getattr(one, "fixturenames", ())]
         items[:] = [one for one in items if one not in others]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish() -> None:
+    # Some tests, and the code they test, collect garbage many times. What all tests have is none.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

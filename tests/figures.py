@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -154,8 +155,7 @@ class Calls:
         return {*self._called}, {*self._looked}  # what the engine closes by is no part of it
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
-        file = os.path.relpath(frame.f_code.co_filename, ROOT)
-        if event != "call" or not file.startswith(("tiers/", "spec/")) or "/replay/" in file:
+        if event != "call" or not (file := _ours(frame.f_code.co_filename)):
             return
         call = file, frame.f_code.co_qualname
         self._called.add(call)
@@ -163,6 +163,13 @@ class Calls:
             self._looked.add(call)
             if frame.f_code is FingerprintTable.has.__code__:
                 self.deepest = max(self.deepest, route, key=len)
+
+
+@cache
+def _ours(name: str) -> str:
+    """The path below the root of a file that a walk counts; empty: it does not."""
+    file = os.path.relpath(name, ROOT)
+    return file if file.startswith(("tiers/", "spec/")) and "/replay/" not in file else ""
 
 
 def pages() -> dict[str, int]:
