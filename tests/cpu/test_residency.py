@@ -272,6 +272,7 @@ def test_blocks_are_nothing_to_the_garbage_collector(open_tier: Open) -> None:
     """Or with a million of them each of its full collections would stop the engine."""
     pool = SlotPool(3000)
     tier = open_tier(pool, 1000)
+    gc.collect()  # else what was garbage before hides what is kept
     before = len(gc.get_objects())
     store(pool, tier, *range(5000))
     gc.collect()
