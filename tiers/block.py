@@ -114,11 +114,7 @@ def digest(data: Buffer) -> bytes:
 
 
 def pack_header(
-    key: bytes,
-    payload_bytes: int,
-    stored: Buffer,
-    codec: int = 0,
-    checksum: bytes | None = None,
+    key: bytes, payload_bytes: int, stored: Buffer, codec: int = 0, checksum: bytes | None = None
 ) -> bytes:
     """Make the header of a record whose stored bytes are `stored`. `checksum`: theirs, where it is
     known already."""

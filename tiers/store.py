@@ -73,11 +73,7 @@ class GatheredBlock(Block):
     prefix: Prefix | None = None
 
     def __new__(
-        cls,
-        key: bytes,
-        payload: memoryview,
-        checksum: bytes | None,
-        prefix: Prefix | None = None,
+        cls, key: bytes, payload: memoryview, checksum: bytes | None, prefix: Prefix | None = None
     ) -> GatheredBlock:
         self = super().__new__(cls, key, payload)
         self.checksum = checksum

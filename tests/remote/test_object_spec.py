@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,37 @@ from tiers.errors import TierUnusable
 from tiers.remote.object_spec import ObjectSpec
 
 SECRET = "s3same"
+LACKING = """
+import os, resource, sys, threading
+from spec.offloading import StoreContext
+from tiers.errors import TierNotOpen
+from tiers.remote.object_spec import ObjectSpec
+
+spec = ObjectSpec(url=f"file://{sys.argv[1]}")
+limit, start = resource.getrlimit(resource.RLIMIT_NOFILE), threading.Thread.start
+# What it imports needs descriptors, too.
+import tiers.remote.obstore_bucket, tiers.remote.obstore_client, tiers.remote.packs.pack_store
+
+def refuse(self):
+    raise RuntimeError("can't start new thread")
+
+for lacks in ("descriptors", "threads"):
+    if lacks == "threads":
+        threading.Thread.start = refuse
+    else:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limit[1]))
+    try:
+        spec.open(StoreContext(512))
+    except TierNotOpen as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    threading.Thread.start = start
+store = spec.open(StoreContext(512))
+print(store.has([bytes(40)]))
+store.close()
+"""
 
 
 def spec(**settings: Any) -> ObjectSpec:
@@ -81,3 +113,13 @@ def test_without_the_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(TierUnusable, match=r"kvtiers\[object\]"):
         spec(url=f"file://{tmp_path}").open(StoreContext(4096))
+
+
+@pytest.mark.fault
+def test_a_process_without_descriptors_or_threads_for_obstore_has_it_later(tmp_path: Path) -> None:
+    """obstore tries to begin its own once in a process, and would panic for ever."""
+    script = [sys.executable, "-c", LACKING, str(tmp_path)]
+    ran = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert "panicked" not in ran.stderr, ran.stderr
+    assert "Too many open files" in ran.stdout and "can't start new thread" in ran.stdout
+    assert ran.stdout.endswith("[False]\n"), ran.stdout + ran.stderr

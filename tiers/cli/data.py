@@ -32,7 +32,7 @@ RateOption = Annotated[
     str | None,
     typer.Option(
         help="Read at most this much, like 200MB/s, or all: as fast as it goes. Unset: 200MB/s "
-        "beside engines, all where no other process has the tier open.",
+        "beside engines, all where no other process has the tier open."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -61,10 +61,7 @@ def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -
 
 
 def verify(
-    file: ChainFile,
-    tier: TierOption = None,
-    rate: RateOption = None,
-    as_json: AsJson = False,
+    file: ChainFile, tier: TierOption = None, rate: RateOption = None, as_json: AsJson = False
 ) -> None:
     """Read every block of a tier and check key, length and checksum.
 
@@ -79,10 +76,7 @@ def verify(
 
 
 def scrub(
-    file: ChainFile,
-    tier: TierOption = None,
-    rate: RateOption = None,
-    as_json: AsJson = False,
+    file: ChainFile, tier: TierOption = None, rate: RateOption = None, as_json: AsJson = False
 ) -> None:
     """Verify a tier and drop exactly the damaged blocks, beside engines too.
 
@@ -301,10 +295,7 @@ class _Result(NamedTuple):
 
 
 def _each(
-    file: Path,
-    tier: str | None,
-    as_json: bool,
-    work: Callable[[StoreSpec, StoredRecords], _Result],
+    file: Path, tier: str | None, as_json: bool, work: Callable[[StoreSpec, StoredRecords], _Result]
 ) -> None:
     """Do `work` on each tier and print what came of it. Ends with 1 for a finding, and for a tier
     that can't be read, which is named; the others have their turn."""

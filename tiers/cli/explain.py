@@ -13,8 +13,7 @@ from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_ve
 
 def explain(
     request: Annotated[
-        str | None,
-        typer.Argument(help="The request, by the engine's name or its beginning."),
+        str | None, typer.Argument(help="The request, by the engine's name or its beginning.")
     ] = None,
     last: Annotated[int | None, typer.Option(min=1, help="The last N requests.")] = None,
     slowest: Annotated[

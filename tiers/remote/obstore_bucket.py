@@ -8,8 +8,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import obstore
@@ -20,10 +20,11 @@ from obstore.exceptions import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from obstore.store import LocalStore
+from obstore.store import LocalStore, MemoryStore
 
 from tiers.block import Buffer, after, copy
-from tiers.errors import TierFull, TierRefused, TierUnavailable, TierUnusable
+from tiers.concurrency.executors import io_executor
+from tiers.errors import TierFull, TierNotOpen, TierRefused, TierUnavailable, TierUnusable
 from tiers.remote.packs.bucket import Listed
 from tiers.remote.packs.marks import is_mark
 from tiers.remote.packs.pack import key_of
@@ -48,6 +49,25 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>|\(code: (\w{1,64})\)")
 _REFUSED = re.compile(r"status(?: code)?:? 40[13]\b|\(code: AccessDenied\)")
 """How a listing, and one delete of many, is refused."""
 _FULL = re.compile(r"status(?: code)?:? 507\b|<Code>(?:XMinioStorageFull|QuotaExceeded)</Code>")
+
+
+_BEGINNING = threading.Lock()
+_DESCRIPTORS = 16
+"""More than obstore's threads begin with."""
+
+
+@cache
+def _begin() -> None:
+    """Have obstore begin its threads, once they can be had: it tries once in a process, and where
+    that fails every call panics, for ever. Raises TierNotOpen."""
+    with ExitStack() as tried:
+        try:
+            tried.callback(io_executor(os.cpu_count() or 1, "trial").shutdown)
+            for _ in range(_DESCRIPTORS):
+                tried.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        except (OSError, RuntimeError) as error:
+            raise TierNotOpen(f"obstore lacks threads or descriptors: {error}") from error
+    list(obstore.list(MemoryStore()))
 
 
 class RetryBudget:
@@ -80,12 +100,15 @@ class ObstoreBucket:
 
     def __init__(self, make: Callable[[], Any], place: str, prefix: str, timeout: float) -> None:
         """`make` opens obstore's store, again where its credentials may have changed. `place`: its
-        name for people. `timeout`: seconds after which nothing is sent again. Raises TierUnusable.
+        name for people. `timeout`: seconds after which nothing is sent again. Raises TierUnusable,
+        and TierNotOpen.
         """
         if os.getpid() != LOADED_IN:
             raise TierUnusable(
                 "this process was forked from one that uses object stores; start it by spawn"
             )
+        with _BEGINNING:
+            _begin()
         self._make, self._place, self._timeout = make, place, timeout
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._budget = RetryBudget()
