@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ settings.load_profile("any machine")
 
 
 COMPATIBILITY = "--compatibility"
+CHILD = Path(__file__).parent / "engine" / "vllm" / "vllm_child.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,9 +46,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LONG = 600
+"""Seconds: what may take as long does take long on any machine."""
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A worker takes a file at a time. A long file that is taken last keeps one worker busy alone.
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    limits = ((item, item.get_closest_marker("timeout")) for item in items)
+    long = {item.path for item, limit in limits if limit is not None and limit.args[0] >= LONG}
+    items.sort(key=lambda item: (item.path not in long, item.get_closest_marker("vllm") is None))
     if config.getoption(COMPATIBILITY):
         others = [one for one in items if "cells" not in getattr(one, "fixturenames", ())]
         items[:] = [one for one in items if one not in others]
@@ -115,3 +125,28 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.syspath_prepend(str(write_package(tmp_path, module, source, **types)))
 
     return install
+
+
+@pytest.fixture(scope="session")
+def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A process that has vLLM imported and runs jobs (see `vllm_child`)."""
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    # More threads than one spin while they wait for one that a busy machine does not run.
+    env["OMP_NUM_THREADS"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join([str(CHILD.parents[3]), *filter(None, sys.path)])
+    env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    # What vLLM itself keeps saves it time, and is no user's in particular.
+    env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
+from bench import serve
 from bench.apart import SAID, measure
+from tests.engine.vllm.imported import programs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
@@ -12,7 +16,10 @@ pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
 
 @pytest.mark.timeout(900)
-def test_the_second_turn_finds_the_first_in_a_tier() -> None:
+def test_the_second_turn_finds_the_first_in_a_tier(
+    vllm_jobs: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "subprocess", programs(vllm_jobs))
     result = measure(conversations=2, turns=2, smoke=True)
     assert result["equal"]
     first, second = result["rows"]

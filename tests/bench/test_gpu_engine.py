@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from bench.gpu_engine import (
     main,
     told,
 )
+from tests.engine.vllm.imported import Program
 from tests.support.topologies import wait_until
 
 PARTS = ["equal", "speed"]
@@ -506,8 +508,22 @@ def test_every_engine_has_its_model() -> None:
 @pytest.mark.vllm
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_all_of_it_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for vLLM's own connector, which refuses CPUs, and graphs and runners, which CPUs lack."""
+def test_all_of_it_runs_on_the_cpu(
+    vllm_jobs: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for vLLM's own connector, which refuses CPUs, and graphs and runners, which CPUs lack.
+    One engine begins as on a GPU, the others have vLLM imported as they do."""
+    really = gpu_engine._child
+
+    def child(
+        job: dict[str, Any], env: Mapping[str, str], seconds: float
+    ) -> tuple[str, int | None]:
+        if Path(job["result"]).stem == "speed, inside":
+            return really(job, env, seconds)
+        program = Program(vllm_jobs, "bench.engine_child", {**os.environ, **env}, errors=True)
+        return program.communicate(json.dumps(job)), program.returncode
+
+    monkeypatch.setattr(gpu_engine, "_child", child)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts sooner

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import scheduler
+from bench import scheduler, serve
 from bench.main import SUITES, Scale, run
 from bench.report import HEAD, table
+from tests.engine.vllm.imported import programs
 
 MARKS = {"inside": [pytest.mark.vllm], "e2e": [pytest.mark.vllm]}
 
@@ -16,7 +17,15 @@ MARKS = {"inside": [pytest.mark.vllm], "e2e": [pytest.mark.vllm]}
 @pytest.mark.parametrize(
     "suite", [pytest.param(suite, marks=MARKS.get(suite, [])) for suite in SUITES]
 )
-def test_a_suite_runs(suite: str, tmp_path: Path) -> None:
+def test_a_suite_runs(
+    suite: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if suite == "e2e":
+        jobs = request.getfixturevalue("vllm_jobs")
+        monkeypatch.setattr(serve, "subprocess", programs(jobs))
     rows = run([suite], Scale(smoke=True, folder=tmp_path), lambda line: None)
     assert rows
     assert {row.suite for row in rows} == {suite}

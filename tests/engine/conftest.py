@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +15,7 @@ import yaml
 
 from spec.chain import ChainSpec
 from tests.engine.vllm.checkpoints import write_model
-from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, LLAMA, Batch, EngineFailed, Run
 from tests.support.process_worker import ProcessWorker
 from tests.support.replay_chains import MODEL, close, cpu, disk, redis
 from tests.support.servers import RedisServer
@@ -79,31 +76,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, 
 def tiny_llama(tiny_model: Callable[[dict[str, Any]], Path]) -> Path:
     """The model of most tests."""
     return tiny_model(LLAMA)
-
-
-@pytest.fixture(scope="session")
-def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """A process that has vLLM imported and runs jobs (see `vllm_child`)."""
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    env["VLLM_NO_USAGE_STATS"] = "1"
-    # More threads than one spin while they wait for one that a busy machine does not run.
-    env["OMP_NUM_THREADS"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join([str(CHILD.parents[3]), *filter(None, sys.path)])
-    env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    # What vLLM itself keeps saves it time, and is no user's in particular.
-    env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
-    process = subprocess.Popen(
-        [sys.executable, str(CHILD)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
-    yield process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 @pytest.fixture(scope="session")

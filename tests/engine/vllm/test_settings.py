@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.vllm.imported import Program
 from tests.engine.vllm.tiny_vllm import LLAMA, QWEN_NEXT
 
 pytestmark = pytest.mark.vllm
@@ -26,18 +25,6 @@ BERT = {
     "vocab_size": 512,
     "max_position_embeddings": 512,
 }
-ASK = """
-import json, os, sys
-from pathlib import Path
-from spec.load import load_chain
-from tiers.doctor.examine import Engine, examine_model
-chain = Path(sys.argv[1])
-for line in sys.stdin:
-    model, arguments, environ = json.loads(line)
-    os.environ.update(environ)
-    found = examine_model(Engine(Path(model), arguments), chain, load_chain(chain), environ)
-    print("found", json.dumps([[each.gravity, each.found, each.change] for each in found]))
-"""
 
 
 def model(folder: Path, config: dict[str, Any]) -> Path:
@@ -46,8 +33,9 @@ def model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def test_engines_that_are_and_are_not_served(tmp_path: Path) -> None:
-    """One process, since the import takes longest."""
+def test_engines_that_are_and_are_not_served(
+    vllm_jobs: subprocess.Popen[str], tmp_path: Path
+) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(f"version: 1\ntiers: [{{type: disk, capacity: 1MiB, path: {tmp_path}/kv}}]")
     llama = model(tmp_path / "llama", LLAMA)
@@ -61,15 +49,10 @@ def test_engines_that_are_and_are_not_served(tmp_path: Path) -> None:
         (model(tmp_path / "bert", BERT), [], {"PYTHONHASHSEED": "0"}),
     ]
     lines = "\n".join(json.dumps([str(place), words, env]) for place, words, env in jobs)
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, str(chain)],
-        input=lines,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.getcwd()},
-    )
-    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line[:6] == "found "]
-    assert len(found) == len(jobs), done.stderr
+    examining = Program(vllm_jobs, "tests.engine.vllm.examining", {}, [str(chain)], errors=True)
+    said = examining.communicate(lines)
+    found = [json.loads(line[6:]) for line in said.splitlines() if line[:6] == "found "]
+    assert len(found) == len(jobs), said
     good, doubtful, wrong, odd, bert = found
     assert {gravity for gravity, *_ in good} == {"fine", "can't tell"}
     assert any("Qwen3NextForCausalLM: Model Runner V1" in text for _, text, _ in good)

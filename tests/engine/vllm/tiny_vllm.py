@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.engine_models import STATES
 from tests.engine.vllm.recipes import recipe
 
-CHILD = Path(__file__).with_name("vllm_child.py")
 BLOCK_TOKENS = 32
 Batch = Sequence[tuple[Any, ...]]
 

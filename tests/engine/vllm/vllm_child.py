@@ -17,6 +17,8 @@ The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
 
+A job with a `module` is a program of ours instead, see `as_program`.
+
 What all jobs import is imported once, which takes longer than a job. Each job is a fork of that,
 and so are an engine's own processes, as on GPUs; those of servers' tests are spawned, as on CPUs.
 """
@@ -29,6 +31,7 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import socket
 import sys
 import time
@@ -46,6 +49,8 @@ from tests.support import damage
 from tiers.control.ask_engines import NoAnswer, ask
 
 KERNELS = "register_triton_kernel_overrides"
+DIRECTIONS = os.O_RDONLY, os.O_WRONLY, os.O_WRONLY
+"""Of a program's pipes."""
 SLOW_START = 180.0
 """Seconds after which an engine that has not started says where it is, before its test gives up."""
 
@@ -102,7 +107,11 @@ def main() -> None:
 
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
+        pipes = [os.open(*one) for one in zip(job.get("pipes", ()), DIRECTIONS, strict=False)]
         if (process := os.fork()) == 0:
+            if "module" in job:
+                as_program(job, *pipes)
+                return
             log = os.open(job["log"], os.O_WRONLY | os.O_CREAT, 0o600)
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log, stream.fileno())
@@ -110,11 +119,36 @@ def main() -> None:
             sys.path[:0] = job.get("path", [])
             serve(job) if "serves" in job else run(job)
             return
-        if "serves" in job:
+        for one in pipes:
+            os.close(one)
+        if "serves" in job or "module" in job:
             print(process, file=answers, flush=True)
             continue
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         print(status, file=answers, flush=True)
+
+
+def as_program(job: dict[str, Any], stdin: int, stdout: int, status: int) -> None:
+    """Run a `module` with its `arguments` as `python -m` does, in a process group of its own, which
+    ends with it; `pipes`: its standard input and output, and one that its exit status comes by.
+    `errors`: whether they are printed, too."""
+    os.setpgid(0, 0)
+    if process := os.fork():
+        os.close(stdin)
+        os.close(stdout)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        os.write(status, str(code).encode())
+        os._exit(0)
+    os.close(status)
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    if job["errors"]:
+        os.dup2(stdout, 2)
+    sys.stdin = os.fdopen(stdin)
+    os.close(stdout)
+    os.environ.update(job["env"])
+    sys.argv = [job["module"], *job["arguments"]]
+    runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
 
 
 def serve(job: dict[str, Any]) -> None:
