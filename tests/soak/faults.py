@@ -24,8 +24,15 @@ from tiers.testing import Faults, FaultyStore, Pace, SlowStore
 IO_VERBS = ("has", "put", "get", "drop", "clear")
 """The verbs that reach the device; `peek` and `touch` answer from memory."""
 _DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
-# As in a container at its limit of processes.
-_NO_THREADS = patch.object(threading.Thread, "start", side_effect=RuntimeError("no new thread"))
+
+
+def _no_thread(_: threading.Thread) -> None:
+    """As in a container at its limit of processes. A new error each time: one that is raised again
+    and again would keep all the frames that it went through."""
+    raise RuntimeError("no new thread")
+
+
+_NO_THREADS = patch.object(threading.Thread, "start", _no_thread)
 
 
 class Mood:
