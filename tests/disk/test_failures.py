@@ -419,3 +419,25 @@ def test_a_close_waits_for_no_hung_load(tmp_path: Path, monkeypatch: pytest.Monk
         stall.over.set()
         assert slow.result(WAIT_S) == [True]
     assert (tmp_path / "index.seal").exists()
+
+
+@pytest.mark.fault
+def test_locks_that_can_not_be_freed_end_with_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open that failed for that would leave the folder open, to nobody's use, in this process.
+    Asked for as a file system outside of the kernel may answer it."""
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    flock = fcntl.flock
+
+    def fails(handle: int, how: int) -> None:
+        if how == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, "Input/output error")
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    for _ in range(2):
+        with opened(tmp_path) as store:
+            assert get(store, keys(0)) == [True]
+        assert not handles_of(tmp_path, "*")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 
 _POLL_S = 0.02
 
@@ -29,11 +30,10 @@ def acquire(handle: int, seconds: float) -> bool:
 
 
 def release(handle: int) -> None:
-    """Unlock a file and close it. Raises OSError.
+    """Unlock a file and close it. Raises OSError of the latter alone.
 
     Closing alone frees no lock as long as a child that was forked meanwhile has the file open.
     """
-    try:
+    with suppress(OSError):  # or who has just opened or closed what it kept would fail for that
         fcntl.flock(handle, fcntl.LOCK_UN)
-    finally:
-        os.close(handle)
+    os.close(handle)
