@@ -46,7 +46,7 @@ def describe_error(error: BaseException) -> str:
         return type(error).__name__
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """An error's text if it is ours, which says all; else its class, too."""
     return str(error) if isinstance(error, KVTiersError) else describe_error(error)
 

@@ -23,7 +23,7 @@ from tests.support.redis_verbs import opened as opened_redis
 from tests.support.servers import RedisServer
 from tiers import block
 from tiers.block import Header
-from tiers.data import archive
+from tiers.data import archive, transfer
 from tiers.disk.records import DiskRecords
 from tiers.disk.spec import DiskSpec
 from tiers.records import NamespaceNote
@@ -123,9 +123,20 @@ def test_an_export_killed_at_ten_points_imports_bit_for_bit(
     assert "whole already, 90 blocks" in kvtiers("export", chain, archive).out
 
 
-def test_what_was_used_last_is_evicted_last_after_an_import(
-    tmp_path: Path, kvtiers: Callable[..., Ran]
+@pytest.mark.parametrize(
+    ("at_once", "status", "says"), [(64, 1, "4 without room"), (2, 0, "4 evicted to make room")]
+)
+def test_what_was_used_last_is_there_after_an_import_into_less_room(
+    tmp_path: Path,
+    kvtiers: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+    status: int,
+    says: str,
 ) -> None:
+    """Whether one put has more than there is room for, or later ones evict what earlier ones had
+    stored: the command says so."""
+    monkeypatch.setattr(transfer, "batch_blocks", lambda size: at_once)
     archive, other = tmp_path / "warm.kvt", chain_of(tmp_path / "other")
     with disk.opened(tmp_path / "kv", slots=8) as store:
         for number in chosen(8):
@@ -133,6 +144,7 @@ def test_what_was_used_last_is_evicted_last_after_an_import(
     assert kvtiers("export", chain_of(tmp_path / "kv"), archive).status == 0
     other.write_text(other.read_text().replace("64MiB", f"{4 * disk.SLOT}B"))
     ran = kvtiers("import", other, archive)
+    assert ran.status == status and ran.out.endswith(f", {says}\n")
     with disk.opened(tmp_path / "other", slots=4) as store:
         held = store.has(disk.keys(*chosen(8)))
     assert held == [False] * 4 + [True] * 4, ran

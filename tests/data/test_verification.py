@@ -126,6 +126,7 @@ def test_a_folder_that_an_engine_would_empty_is_refused_and_stays(
     folder = tmp_path / "kv"
     chain = chain_of(folder)
     missing = kvtiers("inspect", chain)
+    assert missing.err.startswith(f"disk: {folder}: "), "a class of ours says nothing more"
     assert (missing.status, folder.exists()) == (1, False)
     assert "nothing is stored" in missing.err
     with disk.opened(folder) as store:

@@ -15,6 +15,7 @@ from spec.offloading import StoreContext
 from tests.support.clock import Clock
 from tests.support.redis_verbs import is_up
 from tests.support.servers import RedisServer
+from tiers.concurrency import executors
 from tiers.errors import RecordError, TierError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import (
@@ -659,6 +660,20 @@ def test_a_verb_that_its_closing_ends_is_no_news(
     guarded.close()
     in_flight.join()
     assert guarded.failures.by_kind() == {"AttributeError": 1}
+    assert caplog.messages == []
+
+
+def test_what_an_ending_process_refuses_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load that was given to threads as the process ended told of a defect, with a traceback."""
+    ending, store = threading.Event(), Store()
+    monkeypatch.setattr(executors, "_ending", ending)
+    store.error = RuntimeError("the executor has been shut down")
+    guarded = Guarded(store, "t")
+    ending.set()
+    assert guarded.has([KEY]) == [False]
+    assert guarded.failures.by_kind() == {"RuntimeError": 1}
     assert caplog.messages == []
 
 

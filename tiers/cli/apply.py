@@ -61,6 +61,8 @@ def apply(
     from spec.load import load_chain
 
     spec = load_chain(chain)
+    if folder is None and spec.control is not None:
+        folder = spec.control.folder
     name = only_engine(ask_engines("status", {}, engine, folder), "--to").engine
     question = {"chain": spec.model_dump(mode="json"), "dry_run": dry_run}
     if if_version is not None:

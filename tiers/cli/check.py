@@ -70,7 +70,7 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
     import yaml
     from pydantic import ValidationError
 
-    from spec.errors import describe_error
+    from spec.errors import reason_of
     from spec.offloading import StoreSpec
     from spec.plugins import BrokenPlugin, UnknownPlugin
     from spec.registry import make_tier, tier_class
@@ -84,7 +84,7 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
         written |= {key: yaml.safe_load(value) for key, value in given.items()}
         spec = make_tier(tier_type, written)
     except (UnknownPlugin, BrokenPlugin, ValidationError, yaml.YAMLError) as error:
-        raise refused(f"{tier_type}: {describe_error(error)}") from None
+        raise refused(f"{tier_type}: {reason_of(error)}") from None
     if not isinstance(spec, StoreSpec):
         raise refused(f"{tier_type}: it keeps blocks in host memory; the kit tries stores")
     return spec

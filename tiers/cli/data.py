@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from spec.errors import describe_error, one_line, one_of
+from spec.errors import one_line, one_of, reason_of
 from tiers.cli.arguments import DASH, ChainFile, bars, parsed, refused
 from tiers.cli.status import span
 from tiers.errors import KVTiersError
@@ -264,6 +264,7 @@ def _transfer_line(name: str, report: Transfer) -> str:
         (report.gone, "evicted meanwhile"),
         (report.damaged, "damaged and left out"),
         (report.refused, "without room"),
+        (report.evicted, "evicted to make room"),
     )
     line = f"{name}: {report.moved:,} blocks, {format_size(report.bytes)}"
     return ", ".join([line, *(f"{count:,} {what}" for count, what in counts if count)])
@@ -306,7 +307,7 @@ def _each(
             with _records(spec) as records:
                 result = work(spec, records)
         except (KVTiersError, OSError) as error:
-            typer.echo(f"{spec.tier_name}: {describe_error(error)}", err=True)
+            typer.echo(f"{spec.tier_name}: {reason_of(error)}", err=True)
             ends = 1
             continue
         ends |= result.is_finding

@@ -127,6 +127,11 @@ def _drained(calls: SimpleQueue[_Call | None]) -> list[_Call]:
     return found
 
 
+def is_ending() -> bool:
+    """Whether the process ends, and executors refuse what is submitted."""
+    return _ending.is_set()
+
+
 @atexit.register
 def _leave_threads() -> None:
     """Let the threads end, and wait for them: one that is killed within a library that is being

@@ -16,14 +16,15 @@ from tiers.data.verification import BATCH_BYTES, BATCH_SECONDS, Progress, silent
 from tiers.errors import RecordError
 from tiers.host.scratch import Scratch
 from tiers.records import Finding, StoredRecord, StoredRecords, in_batches, read_note
-from tiers.store import GatheredBlock, TierStore, batch_blocks, each
+from tiers.store import Counts, GatheredBlock, TierStore, batch_blocks, capability, each
 from tiers.wrappers.opening import open_stored
 
 
 @dataclass
 class Transfer:
     """What a transfer moved. `held`: were there already. `gone`: evicted meanwhile. `damaged`: left
-    out. `refused`: for want of room. `is_whole`: whether the archive has its end."""
+    out. `refused`: for want of room. `evicted`: to make room, of what was moved or there already.
+    `is_whole`: whether the archive has its end."""
 
     moved: int = 0
     bytes: int = 0
@@ -31,6 +32,7 @@ class Transfer:
     gone: int = 0
     damaged: int = 0
     refused: int = 0
+    evicted: int = 0
     is_whole: bool = True
 
 
@@ -110,11 +112,17 @@ def import_archive(
             with scratches[size].borrow() as memory:
                 _put(archive, stores[size], batch, memory, report)
             progress(report.moved, report.bytes)
+        report.evicted = sum(map(_evicted, stores.values()))
     finally:
         for store in stores.values():
             store.close()
     report.is_whole = archive.is_whole
     return report
+
+
+def _evicted(store: TierStore) -> int:
+    counts = capability(store, Counts)
+    return 0 if counts is None else counts.counts().evicted
 
 
 def import_notes(archive: ArchiveReader, records: StoredRecords) -> None:

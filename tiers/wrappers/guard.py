@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 from spec.errors import describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import in_background
+from tiers.concurrency.executors import in_background, is_ending
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import (
     KVTiersError,
@@ -443,7 +443,7 @@ class Guarded(Capable):
                     self._before = self._put_counts, self._damaged
             return True
         # A call in flight while the store was closed may end anyhow; the engine is ending as well.
-        is_news = not self._closed or call is self._closing
+        is_news = not (self._closed or is_ending()) or call is self._closing
         opens = breaker.given_up if is_given_up else breaker.failed
         if call is not None and opens(call) and is_news:
             self._log_down(breaker, describe_error(error), _trace_of(error))

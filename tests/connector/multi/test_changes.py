@@ -175,6 +175,7 @@ def test_a_process_that_has_no_thread_left_serves_on(
             finish(engine, pending)
             assert served(engine, PROMPT)["cpu"] > 0
         assert ("no thread" in pending.why) == (change == "comes")
+        assert "TierUnusable" not in pending.why
         engine.settle()
         engine.close()
         wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))

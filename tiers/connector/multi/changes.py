@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff, diff
-from spec.errors import describe_error
+from spec.errors import reason_of
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import io_executor
 from tiers.connector.multi.multi_connector import MultiConnector
@@ -296,7 +296,7 @@ class Changes:
         if self._state == "opening" and (self._opening is None or self._opening.done()):
             error = None if self._opening is None else self._opening.exception()
             if error is not None:
-                return self._abort(pending, f"the scheduler: {describe_error(error)}")
+                return self._abort(pending, f"the scheduler: {reason_of(error)}")
             return self._commit(pending, stage)
         return []
 

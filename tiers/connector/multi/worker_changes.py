@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from spec.errors import describe_error
+from spec.errors import reason_of
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import io_executor
 from tiers.connector.multi.multi_connector import MultiConnector
@@ -72,7 +72,7 @@ class WorkerChanges:
                 made = prepared.attach[place] = self._parts.make(tier)
                 made.open_beside()
         except (RuntimeError, OSError) as error:  # no thread or memory can be had
-            prepared.why = describe_error(error)
+            prepared.why = reason_of(error)
         resized = [(self._half.children[place], order.retune[place]) for place in order.resized]
 
         def prepare_all() -> str:
@@ -156,7 +156,7 @@ def _result(future: Future[str]) -> str | None:
     if not future.done():
         return None
     error = future.exception()
-    return future.result() if error is None else describe_error(error)
+    return future.result() if error is None else reason_of(error)
 
 
 class AbsentWorker(WorkerConnector):

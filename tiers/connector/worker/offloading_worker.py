@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spec.errors import describe_error
+from spec.errors import reason_of
 from spec.fields import format_size
 from spec.offloading import LOADS_AT_ONCE, HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
@@ -367,7 +367,7 @@ class OffloadingWorker(WorkerConnector):
             self._joining = self._writer.submit(self._open, spec, handshake)
         elif self._joining.done() and (error := self._joining.exception()) is not None:
             # Else the scheduler would wait for this rank without a word.
-            self._unusable = f"it can't be opened: {describe_error(error)}"
+            self._unusable = f"it can't be opened: {reason_of(error)}"
             self._handshake = handshake
 
     # -- loading -----------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def test_files_of_the_living_are_left_alone_and_those_of_the_dead_come_in_order(
     first.close()
     (next(second.dead()).parent / "00000009.draft").touch()  # it died while it wrote
     assert [read(file) for file in second.dead()] == [[run] for run in runs]
+    (folder / "killed before it had a lock").mkdir()
     for file in second.dead():
         file.unlink()
     assert len(list(folder.iterdir())) == 1, "what was taken over is gone"

@@ -78,8 +78,13 @@ class Journal:
         """The files that dead engines left, oldest first for each; remove each when it is taken
         over. Files of engines that live are left alone."""
         for folder in sorted(self._all.iterdir()):
-            lock = _lock(folder) if folder != self._mine and folder.is_dir() else None
-            if lock is None:
+            if folder == self._mine or not folder.is_dir():
+                continue
+            if (lock := _lock(folder)) is None:
+                # Empty where an engine was killed before it had a lock, or here, behind the last
+                # file. One that is just starting makes another.
+                with suppress(OSError):
+                    folder.rmdir()
                 continue
             try:
                 yield from _segments(folder)
