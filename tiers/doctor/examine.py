@@ -105,7 +105,7 @@ def examine_model(
     """Findings about what kvtiers makes of an engine, in a process of the check's own."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
     try:
-        from tiers.engine.vllm_settings import engine_config, examine_settings, hash_algorithm
+        from tiers.engine.vllm_settings import engine_config, examine_settings
     except ImportError as error:
         yield DoctorFinding(
             "can't tell", f"what kvtiers makes of the model: {describe_error(error)}"
@@ -118,4 +118,4 @@ def examine_model(
         return
     yield from examine_settings(config)
     if chain is not None:
-        yield hashes(hash_algorithm(config), environ)
+        yield hashes(str(config.cache_config.prefix_caching_hash_algo), environ)

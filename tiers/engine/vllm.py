@@ -49,6 +49,7 @@ from tiers.contract.marks import NO_ADAPTERS, RequestMarks
 from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.contract.weight_reports import Weights
 from tiers.control.engine_control import Control
+from tiers.engine.adapter_marks import MarksOfRequests
 from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.vllm_children import (
@@ -76,7 +77,7 @@ from tiers.engine.vllm_watch import (
     announces_sleep,
     before_resets,
     copies_in_step,
-    request_marks,
+    name_of,
     seen_adapters,
     waker,
     worker_weights,
@@ -104,6 +105,7 @@ def engine_info(
     groups = kv_groups(vllm_config, kv_cache_config)
     events = vllm_config.kv_events_config
     is_worker = role is KVConnectorRole.WORKER
+    world_size = vllm_config.parallel_config.world_size
     return EngineInfo(
         facts={
             **config_facts(vllm_config, vllm_version),
@@ -113,19 +115,17 @@ def engine_info(
         hash_tokens=hash_tokens(vllm_config, kv_cache_config),
         num_blocks=kv_cache_config.num_blocks,
         rank=vllm_config.parallel_config.rank,
-        world_size=vllm_config.parallel_config.world_size,
+        world_size=world_size,
         kv_events=bool(events and events.enable_kv_cache_events),
         describe=describe,
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         drops_last=drops_last(vllm_config),
         groups=tuple(group for group, _ in groups),
-        marks=RequestMarks() if is_worker else request_marks(vllm_config),
+        marks=RequestMarks() if is_worker else MarksOfRequests(world_size, name_of),
         adapters=seen_adapters(vllm_config) if is_worker else NO_ADAPTERS,
         host=this_host(),
         ranks_here=_ranks_here(vllm_config.parallel_config),
-        replicated=getattr(kv_cache_config, "kv_tp_replicas", 1)
-        == vllm_config.parallel_config.world_size
-        > 1,
+        replicated=getattr(kv_cache_config, "kv_tp_replicas", 1) == world_size > 1,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         weights_change=getattr(vllm_config, "weight_transfer_config", None) is not None,
         media=media_marks(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -445,11 +444,16 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         transfer: Callable[[RowJob, Guarded], None],
         lanes: int,
     ) -> None:
-        made = RowJob(job, pairs, self._generation.tag, part_blocks)
-        self._jobs[job.job_id] = made
-        if self._store is not None:
-            run = partial(_transfer, self._engine.looked(), transfer, made, self._store)
-            made.lanes += [threads.submit(run) for _ in range(min(lanes, len(made.parts)))]
+        made = self._jobs[job.job_id] = RowJob(job, pairs, self._generation.tag, part_blocks)
+        if (store := self._store) is None:
+            return
+        unchanged = self._engine.looked()
+
+        def run() -> None:
+            if unchanged():  # else its blocks are of other weights
+                transfer(made, store)
+
+        made.lanes += [threads.submit(run) for _ in range(min(lanes, len(made.parts)))]
 
     def _blocks(self, job: RowJob, some: Pairs) -> list[Block]:
         """Blocks of these names over this thread's memory."""
@@ -546,17 +550,6 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             self._opening.add_done_callback(_close_opened)
         self._manager.close()
         self._rows = memoryview(b"")
-
-
-def _transfer(
-    unchanged: Callable[[], bool],
-    transfer: Callable[[RowJob, Guarded], None],
-    job: RowJob,
-    store: Guarded,
-) -> None:
-    """Run a job unless the weights have changed: its blocks are of others."""
-    if unchanged():
-        transfer(job, store)
 
 
 def _close_opened(opening: Future[Guarded | None]) -> None:

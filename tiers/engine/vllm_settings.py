@@ -70,7 +70,3 @@ def examine_settings(config: VllmConfig) -> Iterator[DoctorFinding]:
         f"{model.architecture}: Model Runner {runner}, async scheduling {scheduling}; both work",
     )
     yield DoctorFinding("can't tell", "the kinds of the model's layers: it names them as it starts")
-
-
-def hash_algorithm(config: VllmConfig) -> str:
-    return str(config.cache_config.prefix_caching_hash_algo)

@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
-from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters, RequestMarks
+from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.weight_reports import Weights
 from tiers.engine import adapter_marks
-from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
+from tiers.engine.adapter_marks import SeenAdapters
 from tiers.engine.model_weights import ModelWeights, before_calls
 from tiers.engine.versions import NEWEST, release_of
 
@@ -104,10 +104,6 @@ def worker_weights() -> Weights:
         "cache before the next request"
     )
     return Weights()
-
-
-def request_marks(vllm_config: VllmConfig) -> RequestMarks:
-    return MarksOfRequests(vllm_config.parallel_config.world_size, name_of)
 
 
 def seen_adapters(vllm_config: VllmConfig) -> LoadedAdapters:

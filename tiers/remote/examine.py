@@ -20,8 +20,8 @@ from spec.fields import exact_size, format_duration, format_size
 from spec.findings import DoctorFinding, Gravity
 from tiers.errors import TierError, TierUnavailable
 from tiers.remote.pools import ConnectionSettings, Pool, reason
-from tiers.remote.redis_store import SLOWEST, RedisStore
-from tiers.remote.stream import Deadline
+from tiers.remote.redis_store import RedisStore
+from tiers.remote.stream import SLOWEST, Deadline
 from tiers.remote.topology import FAILURES, SLOTS, open_topology
 from tiers.remote.url import RedisUrl
 from tiers.store import Block

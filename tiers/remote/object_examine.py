@@ -16,7 +16,8 @@ from tiers.remote.lease import Count, Lease
 from tiers.remote.object_upkeep import PACE, ObjectTerms
 from tiers.remote.obstore_bucket import LISTED_AT_ONCE, ObstoreBucket
 from tiers.remote.packs.pack import PACK_BYTES, name_of
-from tiers.remote.packs.pack_store import SLOWEST, PackStore
+from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.stream import SLOWEST
 from tiers.store import Block
 from tiers.timed import timed
 

@@ -155,7 +155,7 @@ class ObjectSpec(StoreSpec):
         except ModuleNotFoundError as error:
             raise TierUnusable(f"it needs {error.name}: install kvtiers[object]") from error
         from tiers.remote.packs.pack import PACK_BYTES
-        from tiers.remote.packs.pack_store import SLOWEST
+        from tiers.remote.stream import SLOWEST
 
         parts = urlsplit(self.url)
         config = dict(self.options)

@@ -25,8 +25,9 @@ from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
 from tiers.remote.pools import ConnectionSettings, reason
-from tiers.remote.redis_store import EACH, SLOWEST
+from tiers.remote.redis_store import EACH
 from tiers.remote.stream import (
+    SLOWEST,
     Deadline,
     ServerError,
     Stream,

@@ -19,7 +19,7 @@ from tiers.errors import OtherFormat, RecordError, TierUnavailable, TierUnusable
 from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
 from tiers.remote.pools import ConnectionSettings, is_of_files, reason
-from tiers.remote.stream import Deadline, ServerError, Stream, each_command, read_flags
+from tiers.remote.stream import SLOWEST, Deadline, ServerError, Stream, each_command, read_flags
 from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation, open_topology
 from tiers.store import Block, PutCounts
 
@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 512 << 20
 """Largest value of a Redis string (proto-max-bulk-len's default, and its hard limit of old)."""
-
-SLOWEST = 32 << 20
-"""Bytes a second for which a verb that moves values gets extra time: half of a gigabit link.
-Computing a block again is faster than loading it over a slower link."""
 
 EACH = 0.01
 """Extra seconds that a verb gets for each name: a thread of the engine that is busy with Python

@@ -21,6 +21,10 @@ from tiers.store import time_left
 AHEAD_BYTES = 64 << 10
 """Most bytes received ahead of what the caller reads."""
 
+SLOWEST = 32 << 20
+"""Bytes a second for which a verb that moves blocks gets extra time: half of a gigabit link.
+Computing a block again is faster than loading it over a slower link."""
+
 PARTS = 512
 """Most parts in one sendmsg; Linux allows 1,024."""
 

@@ -50,7 +50,7 @@ class EvictionTests(StoreUnderTest):
             assert evicted == put - held, f"{put - held} were evicted, and counts says {evicted}"
 
     def test_a_prefix_is_evicted_from_its_tail(self) -> None:
-        self._ordered()
+        self.claimed("evicts_in_order")
         with self._small() as (store, room):
             prefixes = self._fill(store, room + _PREFIX)
             for _ in range(_PREFIX + 1):
@@ -58,7 +58,7 @@ class EvictionTests(StoreUnderTest):
                 self._check_tails(store, prefixes)
 
     def test_what_is_loaded_outlives_others_and_goes_from_its_tail(self) -> None:
-        self._ordered()
+        self.claimed("evicts_in_order")
 
         def load(store: TierStore, keys: Sequence[bytes]) -> None:
             assert self.hits(store, keys) == [True] * len(keys)
@@ -66,7 +66,7 @@ class EvictionTests(StoreUnderTest):
         self._outlives(load)
 
     def test_what_is_touched_outlives_others_and_goes_from_its_tail(self) -> None:
-        self._ordered()
+        self.claimed("evicts_in_order")
         with self.opened() as store:
             self.having(store, Touch)
 
@@ -117,10 +117,6 @@ class EvictionTests(StoreUnderTest):
             assert counts.counts().renewed == before.renewed, "new blocks count as renewed"
             self.put(store, keys)
             assert counts.counts().renewed == before.renewed + 4, "renewed blocks are not counted"
-
-    def _ordered(self) -> None:
-        if not self.evicts_in_order:
-            raise SkipTest(f"{type(self).__name__}.evicts_in_order is False")
 
     def _fill(self, store: TierStore, blocks: int) -> list[list[bytes]]:
         """Put this many blocks, a prefix in each call; what `usage` says stays within its bound."""

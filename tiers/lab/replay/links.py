@@ -66,7 +66,7 @@ class Link:
         self._store_seconds = self.block_bytes / profile.store_bandwidth
         self.loads = Direction(clock)
         self.stores = self.loads if profile.shared_link else Direction(clock)
-        self._clock = clock
+        self.clock = clock
         self._profile = profile
         self._limits = Direction(clock), Direction(clock)
         self._load_rate, self._store_rate = load_rate, store_rate
@@ -78,7 +78,7 @@ class Link:
         size, latency = self.block_bytes, self._profile.load_latency
         since = self._wait_for(self._limits[0], self._load_rate, blocks * size, since)
         since += latency
-        self._clock.sleep_until(since)
+        self.clock.sleep_until(since)
         for turn in self._turns(blocks):
             since = self.loads.move(turn * self._load_seconds, since)
 
@@ -106,12 +106,8 @@ class Link:
         if not rate:
             return since
         moment = limit.passes(size / rate, since) - size / rate
-        self._clock.sleep_until(moment)
+        self.clock.sleep_until(moment)
         return moment
-
-    def now(self) -> float:
-        """The trace's time."""
-        return self._clock.now()
 
 
 class LinkedStore(StoreWrapper):
@@ -123,12 +119,12 @@ class LinkedStore(StoreWrapper):
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store once the bytes have passed: before, nobody finds them."""
-        self._link.store(len(blocks), self._link.now())
+        self._link.store(len(blocks), self._link.clock.now())
         return super().put(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Load, and return once the bytes that were there have passed."""
-        since = self._link.now()
+        since = self._link.clock.now()
         hits = super().get(blocks)
         self._link.load(sum(hits), since)
         return hits
@@ -196,7 +192,7 @@ class LinkedCopier:
     ) -> Copy:
         """As the copier, after the link's time."""
         if rows.data_ptr() == self._pool:
-            self._link.load(len(slots), self._link.now())
+            self._link.load(len(slots), self._link.clock.now())
         return self._copier.scatter(rows, slots, blocks, after)
 
 

@@ -32,7 +32,7 @@ from tiers.remote.packs.pack import (
     record_start,
 )
 from tiers.remote.packs.search import Found, Span
-from tiers.remote.stream import Deadline
+from tiers.remote.stream import SLOWEST, Deadline
 from tiers.store import Block, PutCounts, time_left
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-SLOWEST = 32 << 20
-"""Bytes a second for which a verb that moves blocks gets extra time."""
 EACH = 0.001
 """Extra seconds that a verb gets for each key."""
 KNOWN = 4096

@@ -214,9 +214,6 @@ class Trials:
         self._simulations.run(jobs, self._note, is_over)
         return [self._tried[chain] for chain in asked if chain in self._tried]
 
-    def gap(self, mine: Evaluated, other: Evaluated) -> Gap:
-        return gap(mine.report, other.report, self.space.budget)
-
     def _note(self, job: SimJob, report: Report) -> None:
         chain = job[0]
         self._tried[chain] = Evaluated(chain, report, score(report, self.space.budget))

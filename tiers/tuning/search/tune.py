@@ -25,6 +25,7 @@ from tiers.tuning.search.search import (
     Trials,
     beats,
     excesses,
+    gap,
     score,
     search,
 )
@@ -221,13 +222,13 @@ def _equals(one: Evaluated, best: Evaluated, trials: Trials, grows: bool) -> boo
     """Whether a chain that scores worse than the best may take its place."""
     if one.score.excess > best.score.excess:
         return False
-    gap = trials.gap(one, best)
+    found = gap(one.report, best.report, trials.space.budget)
     mine, theirs = ({t.type: t.capacity for t in each.chain.tiers} for each in (one, best))
     if mine == theirs:
-        return gap.share <= gap.margin
+        return found.share <= found.margin
     if grows:
-        return gap.share <= (LEAST if mine.keys() < theirs.keys() else 0)
-    return gap.share <= min(gap.margin, NEVER_GIVEN_UP)
+        return found.share <= (LEAST if mine.keys() < theirs.keys() else 0)
+    return found.share <= min(found.margin, NEVER_GIVEN_UP)
 
 
 def with_room_to_grow(chosen: Evaluated, trials: Trials) -> Evaluated:
