@@ -392,11 +392,7 @@ class StoreWrapper(Capable):
     """
 
     def __init__(self, store: TierStore) -> None:
-        self._store = store
-
-    @property
-    def _inner(self) -> TierStore:
-        return self._store
+        self._inner = store
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """This wrapper as one that has a capability, or None."""

@@ -50,17 +50,6 @@ Move = Callable[[int, int, torch.Tensor], None]
 """Queues the copies of items first to last (exclusive) into, or out of, as many staged rows."""
 
 
-class _Arriving:
-    """A scatter that is queued."""
-
-    def __init__(self, end: torch.cuda.Event, device: torch.device) -> None:
-        self._end = end
-        self._device = device
-
-    def wait(self) -> None:
-        wait_for([self._end], self._device)
-
-
 class _Gathered(NamedTuple):
     """A gather that is queued: when its blocks were read, and when all is in its rows."""
 
@@ -89,9 +78,10 @@ class _Queued:
             torch.cuda.current_stream(self._device).wait_event(packed)
 
 
-class _Fence:
-    """A place in the engine's stream. A load's thread sleeps until the device has come there, and
-    queues its copies then: on the streams that all loads share they would keep the others waiting.
+class _Place:
+    """A place in a stream. In the engine's it is the fence of a load, whose thread sleeps until the
+    device has come there, and queues its copies then: on the streams that all loads share they
+    would keep the others waiting. Behind a scatter that is queued it is the end of that.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -147,9 +137,9 @@ class CudaCopier:
         """The processors of the NUMA node that the device is at."""
         return near_device(self._device)
 
-    def fence(self) -> _Fence:
+    def fence(self) -> _Place:
         """The place after all that the engine queued on its stream."""
-        return _Fence(self._mark_engine(), self._device)
+        return _Place(self._mark_engine(), self._device)
 
     def _mark_engine(self) -> torch.cuda.Event:
         return mark(torch.cuda.current_stream(self._device))
@@ -186,14 +176,14 @@ class CudaCopier:
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
-    ) -> _Arriving:
+    ) -> _Place:
         """Queue the copies; the caller has waited for `after`."""
         self._paged.require_in_range(blocks, rows, slots)
-        assert isinstance(after, _Fence) and after.has_passed, "wait for the fence before"
+        assert isinstance(after, _Place) and after.has_passed, "wait for the fence before"
         with torch.cuda.device(self._device), self._loading:
             try:
                 self._scatter(rows, *_by_slot(slots, blocks))
-                return _Arriving(mark(self._in.emptying), self._device)
+                return _Place(mark(self._in.emptying), self._device)
             except BaseException:
                 # Of a failed load, too, nothing may arrive when the engine has its blocks back.
                 wait_for(self._in.marks(), self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 from spec.errors import describe_error
@@ -23,7 +23,7 @@ from tiers.trial import find_lie
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.put_process import PutsApart
-from tiers.wrappers.reopening import Reopening
+from tiers.wrappers.reopening import Reopening, close_quietly
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _believed(spec: StoreSpec, site: StoreContext, level: int) -> TierStore | No
     if type(spec).medium is not StoreSpec.medium:
         with ExitStack() as unless_believed:
             store = _with_verbs(spec.open(site))
-            unless_believed.callback(_close, store)
+            unless_believed.callback(close_quietly, store)
             doubt = _doubt(spec, store, site.payload_bytes)
             if doubt is None:
                 unless_believed.pop_all()
@@ -141,11 +141,6 @@ def _doubt(spec: StoreSpec, store: TierStore, payload_bytes: int) -> str | None:
         raise
     except Exception as error:  # noqa: BLE001 - a plugin's may raise anything
         return f"it could not be tried ({describe_error(error)})"
-
-
-def _close(store: TierStore) -> None:
-    with suppress(Exception):
-        store.close()
 
 
 def _with_verbs(store: TierStore) -> TierStore:

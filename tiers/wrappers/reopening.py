@@ -109,7 +109,7 @@ class Reopening:
         """Make a store, have an answer from it if it is elsewhere, and let verbs go to it."""
         store = self._make()
         with ExitStack() as unless_used:
-            unless_used.callback(_close, store)
+            unless_used.callback(close_quietly, store)
             if (elsewhere := capability(store, Reaches)) is not None:
                 if not self._reaching.done():
                     self._reaching.set_result(None)
@@ -146,6 +146,6 @@ class Reopening:
             store.close()
 
 
-def _close(store: TierStore) -> None:
+def close_quietly(store: TierStore) -> None:
     with suppress(BaseException):  # nobody is left to report it to
         store.close()
