@@ -51,8 +51,9 @@ def apply(
 
     Prints what becomes of each tier: kept, changed, resized, reopened, added, drained. Requests in
     flight keep their plan. The engine goes on to watch a change with --watch when this command is
-    interrupted. --dry-run asks no rank for memory, so a rank may still refuse. Status 1: it was
-    refused, and nothing has changed, or it was taken back.
+    interrupted. --dry-run asks no rank for memory, so a rank may still refuse. The engine is looked
+    for in the chain's control.folder unless --folder is given. Status 1: it was refused, and
+    nothing has changed, or it was taken back.
 
     \b
     kvtiers apply chain.yaml --dry-run
