@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from spec.policies import admission_policy, eviction_policy
+from tests.support import packages
 from tests.support.compatibility import Cells
 from tests.support.plugin_packages import Install, write_package
 from tests.support.servers import RedisServer, binaries
@@ -24,6 +25,7 @@ from tiers.concurrency.repeated_log import RepeatedLog
 # Each worker, and each process that a test starts, would else compile all of ours anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+packages.read_once()
 
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
 

@@ -45,7 +45,7 @@ from typing import Any, TypedDict
 from PIL import Image
 
 from tests.engine.vllm import live_changes, training
-from tests.support import damage
+from tests.support import damage, packages
 from tiers.control.ask_engines import NoAnswer, ask
 
 KERNELS = "register_triton_kernel_overrides"
@@ -101,6 +101,7 @@ def main() -> None:
         if (register := getattr(current_platform, KERNELS, None)) is not None:
             register()
             setattr(current_platform, KERNELS, lambda: None)
+    packages.read_once()
     # Else an engine, which collects garbage several times, looks at all that each time.
     gc.freeze()
     gc.unfreeze = lambda: None
