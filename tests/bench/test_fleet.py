@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from bench import fleet
 from bench.fleet import MODEL, infinite, main, prompts
+from tests.support.process_worker import fresh
 
 
 def test_an_infinite_cache_has_what_came_before() -> None:
@@ -22,8 +27,9 @@ def test_conversations_grow_and_share_their_beginning() -> None:
     assert 0 < hits < sum(map(len, asked))
 
 
-def test_two_engines_share_a_tier(tmp_path: Path) -> None:
+def test_two_engines_share_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster when none is named, or the one that is."""
+    monkeypatch.setattr(fleet, "multiprocessing", SimpleNamespace(get_context=lambda _: fresh()))
     few = ["--conversations", "3", "--turns", "2", "--rate", "50", "--json", str(tmp_path / "j")]
     bucket = f"{{type: object, url: 'file://{tmp_path}'}}"
     for tier, name in (([], "cluster"), (["--tier", bucket], "object")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import pytest
 
 from spec.offloading import StoreSpec
 from spec.registry import tier_class
+from tests.support.process_worker import fresh
 from tests.support.replay_chains import MODEL, chain_of, cpu
 from tiers.lab.replay import ReplayEngine
 from tiers.remote import directory_bucket
@@ -105,7 +105,7 @@ class Place:
     def held_elsewhere(self) -> Iterator[None]:
         """Within it another process keeps this and holds its lease; behind it that one has been
         killed."""
-        context = multiprocessing.get_context("spawn")
+        context = fresh()
         holds = context.Event()
         holder = context.Process(target=_hold, args=(self, holds))
         holder.start()

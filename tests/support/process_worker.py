@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -14,13 +15,21 @@ from tiers.lab.replay.requests import Step, StepOutput
 from tiers.lab.replay.worker import LocalWorker, OpenConnector
 
 
+def fresh() -> ForkServerContext:
+    """Begins processes with nothing of this one but what they are given, as spawned ones are, and
+    with what ranks import, which takes a spawned one two seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "tests.support.replay_chains"])
+    return context
+
+
 class ProcessWorker:
     """A `Worker` in a process of its own; steps and outputs cross as in a real engine."""
 
     def __init__(
         self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fresh()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=_serve, args=(theirs, model, num_blocks, rank, open_connector), daemon=True

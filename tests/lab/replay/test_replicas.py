@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
+from tests.support.process_worker import fresh
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured, redis
 from tests.support.servers import RedisServer
 from tiers.lab.replay import ReplayEngine
@@ -31,7 +31,7 @@ def test_replicas_of_two_ranks_load_what_the_others_stored(
     tmp_path: Path, shared_server: RedisServer
 ) -> None:
     """One has the disk and the server, one the disk alone, one the server alone."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh()
     barrier = context.Barrier(3)
     shared = [disk(tmp_path), redis(shared_server, tmp_path)]
     running = []
