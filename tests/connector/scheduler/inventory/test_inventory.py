@@ -144,6 +144,30 @@ def test_what_the_dead_left_is_taken_over_once(
     second.close()
 
 
+def test_what_other_namespaces_left_long_ago_is_removed(
+    opened: Callable[..., Inventory], tmp_path: Path
+) -> None:
+    """As of weights of before, of which nobody takes anything over."""
+    events = tmp_path / "events"
+    names = [f"{tier}{number:032x}" for number, tier in enumerate(("", "redis.", "", "disk."))]
+    made = [Journal(events / name) for name in names]
+    assert all(one.append(run_of(1)) for one in made)
+    long_ago, of_late, strange, living = (events / name for name in names)
+    for one in made[:3]:
+        one.close()
+    strange = strange.rename(events / "not-a-namespace")
+    old = time.time() - journal.FORGOTTEN_SECONDS - 60
+    for folder in (long_ago, strange, living):
+        for path in [*folder.rglob("*"), folder]:
+            os.utime(path, (old, old))
+    os.utime(of_late, (old, old))  # its files are new
+    opened(lambda keys: [True] * len(keys), events / f"{9:032x}")
+    wait_for(lambda: not long_ago.exists())
+    opened(lambda keys: [True] * len(keys), events / f"{9:032x}").close()
+    assert all(list(folder.rglob("*.runs")) for folder in (of_late, strange, living))
+    made[3].close()
+
+
 def test_a_folder_without_locks_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,6 +216,8 @@ class Inventory:
         # Only now: an engine that is being started again would else find that others took over
         # what it had announced.
         self._adopt(self._journal)
+        with suppress(OSError):
+            self._journal.forget_others()
 
     def _failed(self, error: OSError) -> None:
         """A file failed, as where a disk is full for a while: what comes is remembered, until

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import struct
+import time
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,9 @@ SEGMENT_BYTES = 1 << 20
 """Bytes after which a file is closed and another begun: 10,000 blocks, checked in one go."""
 MAX_BYTES = 1 << 30
 """Bytes of one engine's files beyond which nothing is added: ten million blocks."""
+FORGOTTEN_SECONDS = 30 * 86_400.0
+"""After so long journals of other namespaces, as of weights of before, are removed."""
+_NAMESPACE = re.compile(r"(.+\.)?[0-9a-f]{32}")
 _SUFFIX = ".runs"
 _DRAFT = ".draft"
 
@@ -77,24 +82,20 @@ class Journal:
     def dead(self) -> Iterator[Path]:
         """The files that dead engines left, oldest first for each; remove each when it is taken
         over. Files of engines that live are left alone."""
-        for folder in sorted(self._all.iterdir()):
-            if folder == self._mine or not folder.is_dir():
+        return _dead(self._all, self._mine)
+
+    def forget_others(self) -> None:
+        """Remove what dead engines of other namespaces left long ago. What is no journal stays: the
+        folder may be one that the operator has for more."""
+        since = time.time() - FORGOTTEN_SECONDS
+        for other in self._all.parent.iterdir():
+            if other == self._all or not _NAMESPACE.fullmatch(other.name):
                 continue
-            if (lock := _lock(folder)) is None:
-                # Empty where an engine was killed before it had a lock, or here, behind the last
-                # file. One that is just starting makes another.
-                with suppress(OSError):
-                    folder.rmdir()
-                continue
-            try:
-                yield from _segments(folder)
-                for draft in folder.glob(f"*{_DRAFT}"):
-                    draft.unlink()
-                if not _segments(folder):
-                    (folder / "lock").unlink()
-                    folder.rmdir()
-            finally:
-                release(lock)
+            if all(path.stat().st_mtime < since for path in (other, *other.rglob("*"))):
+                for file in _dead(other):
+                    file.unlink()
+                with suppress(OSError):  # an engine lives that has stored nothing since
+                    other.rmdir()
 
     def rewrite(self, file: Path, runs: list[Run]) -> None:
         """Keep these runs of a closed file alone."""
@@ -130,6 +131,27 @@ def read(file: Path) -> list[Run]:
     """The runs of a file, as far as it is whole."""
     with file.open("rb") as opened:
         return list(unpack(opened.read(SEGMENT_BYTES + MAX_RUN_BYTES)))
+
+
+def _dead(namespace: Path, mine: Path | None = None) -> Iterator[Path]:
+    for folder in sorted(namespace.iterdir()):
+        if folder == mine or not folder.is_dir():
+            continue
+        if (lock := _lock(folder)) is None:
+            # Empty where an engine was killed before it had a lock, or here, behind the last
+            # file. One that is just starting makes another.
+            with suppress(OSError):
+                folder.rmdir()
+            continue
+        try:
+            yield from _segments(folder)
+            for draft in folder.glob(f"*{_DRAFT}"):
+                draft.unlink()
+            if not _segments(folder):
+                (folder / "lock").unlink()
+                folder.rmdir()
+        finally:
+            release(lock)
 
 
 def _segments(folder: Path) -> list[Path]:
