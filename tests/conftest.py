@@ -52,11 +52,15 @@ LONG = 600
 """Seconds: what may take as long does take long on any machine."""
 
 
+def is_long(item: pytest.Item) -> bool:
+    limit = item.get_closest_marker("timeout")
+    return bool(item.get_closest_marker("long") or (limit and limit.args[0] >= LONG))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A worker takes a file at a time. A long file that is taken last keeps one worker busy alone.
-    limits = ((item, item.get_closest_marker("timeout")) for item in items)
-    long = {item.path for item, limit in limits if limit is not None and limit.args[0] >= LONG}
+    long = {item.path for item in items if is_long(item)}
     items.sort(key=lambda item: (item.path not in long, item.get_closest_marker("vllm") is None))
     if config.getoption(COMPATIBILITY):
         others = [one for one in items if "cells" not in getattr(one, "fixturenames", ())]

@@ -22,6 +22,8 @@ from tiers.cli.main import app
 from tiers.lab.try_chain import try_chain
 from tiers.testing.new_tier import CannotWrite, write_tier
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 LIMIT = 240.0
 

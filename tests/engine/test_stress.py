@@ -21,6 +21,8 @@ from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.blocks import STATE
 from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore, Pace, SlowStore
 
+pytestmark = pytest.mark.long
+
 
 def flaky(indexed: bool) -> FaultyStore:
     """A store that is now and then slow, full, down, forgetful, broken and boastful."""

