@@ -101,6 +101,11 @@ def main() -> None:
         if (register := getattr(current_platform, KERNELS, None)) is not None:
             register()
             setattr(current_platform, KERNELS, lambda: None)
+        with suppress(ImportError):  # else each engine does that, for hundreds of loggers
+            from vllm.config.logging import LoggingConfig
+            from vllm.logger import configure_logging_if_needed
+
+            configure_logging_if_needed(LoggingConfig())
     packages.read_once()
     # Else an engine, which collects garbage several times, looks at all that each time.
     gc.freeze()
