@@ -84,7 +84,8 @@ def run_vllm(
     tmp_path_factory: pytest.TempPathFactory,
     vllm_jobs: subprocess.Popen[str],
 ) -> Callable[..., Run]:
-    """Run batches of requests through a fresh engine, with the chain of `tiers` or without."""
+    """Run batches of requests through a fresh engine, with the chain of `tiers` or without.
+    `drawn`: other settings of that chain."""
     folder = tmp_path_factory.mktemp("vllm")
     sockets = tmp_path_factory.mktemp("control")
     runs = itertools.count()
@@ -100,6 +101,7 @@ def run_vllm(
         # A lookup has a tenth of it: a busy machine must not make misses of hits that tests count.
         max_wait = options.pop("max_wait", "100s")
         on_reset = options.pop("on_reset", "forget")
+        drawn = options.pop("drawn", {})
         recording = {"record": {"path": str(options.pop("record"))}} if "record" in options else {}
         recording |= {key: options.pop(key) for key in ("tenants", "warm") if key in options}
         engine = {
@@ -118,7 +120,7 @@ def run_vllm(
             spec = {"version": 1, "staging": "64MiB", "load_policy": policy, "tiers": list(tiers)}
             # These models compute sooner than any tier delivers, and tests count hits.
             spec["load_when"] = load_when
-            spec |= {"max_wait": max_wait, "on_reset": on_reset, **recording}
+            spec |= {"max_wait": max_wait, "on_reset": on_reset, **recording, **drawn}
             spec |= {"explain": {}, "control": {"folder": str(control)}}
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
