@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -99,18 +100,18 @@ def test_the_medium_shows_that_the_store_does_not_verify(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
     """A full disk would fill further, with files that nobody finds or evicts."""
     made: dict[str, Any] = {}
     exec(MODULE, made)
     store = made["FolderStore"](tmp_path, 4096)
 
-    def write_some(file: Path, data: memoryview) -> None:
-        with file.open("wb") as opened:
-            opened.write(data[:100])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(data[:100])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", write_some)
+    made["open"] = Full
     with pytest.raises(OSError, match="space"):
         store.put(Memory([make_key()], 4096).fill().blocks)
     assert list(tmp_path.iterdir()) == []
