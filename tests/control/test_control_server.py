@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.changing import running
+from tests.support.lacking import refuse_threads
 from tests.support.replay_chains import chain_of, cpu
 from tests.support.topologies import wait_until
 from tiers.control import control_server as served
@@ -197,16 +199,10 @@ def test_an_engine_that_has_no_threads_for_its_socket_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     """`place`: of the first that it does not get, of those that open it and answer there."""
-    begin, begun = threading.Thread.start, list[str]()
-
-    def start(self: threading.Thread) -> None:
-        if self.name.startswith("kvtiers-control"):
-            if len(begun) >= place:
-                raise RuntimeError("can't start new thread")
-            begun.append(self.name)
-        begin(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    begun = itertools.count()
+    refuse_threads(
+        monkeypatch, lambda some: some.name.startswith("kvtiers-control") and next(begun) >= place
+    )
     folder = tmp_path / "control"
     chain = chain_of(cpu(), control={"folder": str(folder)})
     with running(chain) as engine:

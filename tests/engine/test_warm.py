@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.changing import change, running, served
+from tests.support.lacking import refuse_threads
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -124,14 +125,8 @@ def test_a_worker_that_gets_no_thread_any_more_loads_them(
 ) -> None:
     stored(engine, tmp_path)
     made = engine(chain_of(cpu(400), disk(tmp_path), warm={}), prefix_caching=False)
-    begin = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name != "kvtiers-warm":  # the scheduler's, which may be in another process
-            raise RuntimeError("can't start new thread")
-        begin(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    # But the scheduler's, which may be in another process.
+    refuse_threads(monkeypatch, lambda some: some.name != "kvtiers-warm")
     made.run()
     assert measured(made, "warmed_blocks", "disk") == 100
     assert ask(made, PROMPTS[-1]) == {"cpu": WHOLE, "disk": 0}

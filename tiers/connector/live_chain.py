@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import IoExecutor
+from tiers.concurrency.executors import IoExecutor, io_executor
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
@@ -57,8 +57,7 @@ class LiveChain:
         # Without it observers that open while another chain comes would stay. Held for moments.
         self._exchanging = threading.Lock()
         # One thread closes and opens: two recorders would write one file. It begins when needed.
-        self._thread = IoExecutor()
-        self._has_thread = False
+        self._thread: IoExecutor | None = None
         for some in self._opened.values():
             observers += some
 
@@ -101,9 +100,7 @@ class LiveChain:
     def _reopen(self, key: str, chain: ChainSpec) -> None:
         """Close the observers of a kind, and open those of this chain, beside the steps."""
         try:
-            if not self._has_thread:
-                self._thread.add_thread("kvtiers-reopen")
-            self._has_thread = True
+            self._thread = self._thread or io_executor(1, "reopen")
         except RuntimeError as error:
             logger.warning("%s: stays as it was before the change: %s", key, error)
             return
@@ -136,7 +133,8 @@ class LiveChain:
     def close(self) -> None:
         with self._exchanging:
             self._wanted.clear()
-        self._thread.shutdown(wait=False)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
 
 def _close_all(observers: Sequence[RequestObserver]) -> None:

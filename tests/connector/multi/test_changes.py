@@ -26,6 +26,7 @@ from tests.support.changing import (
     tiers_of,
     until_open,
 )
+from tests.support.lacking import refuse_threads
 from tests.support.process_worker import ProcessWorker
 from tests.support.replay_chains import (
     MODEL,
@@ -154,13 +155,6 @@ def test_a_process_that_has_no_thread_left_serves_on(
 ) -> None:
     """As in a container at its limit of processes: who changes a chain begins threads. `thread`:
     those whose names begin so can't be had."""
-    begin = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name.startswith(f"kvtiers-{thread}"):
-            raise RuntimeError("no thread")
-        begin(self)
-
     a, b = cpu(64), disk(tmp_path / "disk")
     before, after = {
         "comes": (chain_of(a), chain_of(a, b)),
@@ -171,34 +165,27 @@ def test_a_process_that_has_no_thread_left_serves_on(
         served(engine, PROMPT)
         pending = ask_for(engine, after)
         with monkeypatch.context() as lacking:
-            lacking.setattr(threading.Thread, "start", start)
+            refuse_threads(lacking, lambda some: some.name.startswith(f"kvtiers-{thread}"))
             finish(engine, pending)
             assert served(engine, PROMPT)["cpu"] > 0
-        assert ("no thread" in pending.why) == (change == "comes")
+        assert ("can't start new thread" in pending.why) == (change == "comes")
         assert "TierUnusable" not in pending.why
         engine.settle()
         engine.close()
         wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))
 
 
-@pytest.mark.parametrize("lacking", ["record", "ghosts", "reopen"])
+@pytest.mark.parametrize("lacking", ["record", "ghosts", "reopen_0"])
 @pytest.mark.fault
 def test_a_start_that_finds_no_thread_to_record_or_count_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: str
 ) -> None:
-    begin = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name == f"kvtiers-{lacking}":
-            raise RuntimeError("can't start new thread")
-        begin(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    refuse_threads(monkeypatch, lambda some: some.name == f"kvtiers-{lacking}")
     record = {"record": {"path": str(tmp_path / "record")}}
     both = chain_of(cpu(64), ghosts=[{"tier": "cpu", "capacity": "2x"}], **record)
     with running(both) as engine:
         assert engine.connector is not None
-        assert len(engine.connector._observers) == 2 - (lacking != "reopen")
+        assert len(engine.connector._observers) == 2 - (lacking != "reopen_0")
         served(engine, PROMPT)
         assert not change(engine, chain_of(cpu(64))).why
         assert ("can't start new thread" in caplog.text) and served(engine, PROMPT)["cpu"] > 0

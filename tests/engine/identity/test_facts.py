@@ -21,6 +21,7 @@ import torch
 from spec.chain import ChainSpec
 from tests.engine.vllm.tiny_vllm import QWEN_NEXT
 from tests.support.compatibility import Cells
+from tests.support.lacking import refuse_threads
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
 from tiers.connector import assembly as chains
 from tiers.connector.policy.request_state import RequestTable
@@ -614,15 +615,13 @@ def test_a_tier_that_the_scheduler_finds_no_thread_for_is_closed(
     thread: str,
 ) -> None:
     """It joins in a step, which must not fail: of a large model, each one does."""
-    late, begin, mine = Facts(), threading.Thread.start, threading.get_ident()
+    late, mine = Facts(), threading.get_ident()
 
-    def start(self: threading.Thread) -> None:
-        if threading.get_ident() == mine and self.name.startswith(f"kvtiers-{thread}"):
-            raise RuntimeError("can't start new thread")
-        begin(self)
+    def is_refused(some: threading.Thread) -> bool:
+        return threading.get_ident() == mine and some.name.startswith(f"kvtiers-{thread}")
 
     engine = make(chain_of(cpu(), disk(tmp_path)), late, kv_events=True)
-    monkeypatch.setattr(threading.Thread, "start", start)
+    refuse_threads(monkeypatch, is_refused)
     late.are_known = True
     limit = time.monotonic() + SECONDS
     while "unusable" not in caplog.text:
