@@ -27,6 +27,8 @@ from tiers.store import (
     GatheredBlock,
     LocalIndex,
     Measured,
+    PutCounts,
+    RecentBlocks,
     TierStore,
     Touch,
     Usage,
@@ -558,25 +560,45 @@ def test_what_is_no_count_of_damage_is_a_miss(clock: Clock, found: Any) -> None:
     assert (guarded.damaged(), guarded.failures.by_kind()) == (0, {"TierError": 1})
 
 
-class PackingWindows(Store):
-    answer: Any = None
-
-    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> Any:
-        return self.answer
+ROWS = [[KEY, KEY], []]
+ODD = (-3, 2**63, 10**400, "3", "", True, 1.5)
+LIES: dict[str, tuple[tuple[Any, ...], Any, Any, Sequence[Any]]] = {
+    "pack_blocks": ((), 3, 0, [None, 0, *ODD]),
+    "held_prefix": ((ROWS,), [2, 0], [0, 0], [None, [2], (2, 0), [3, 0], [-1, 0], [True, 0]]),
+    "held_blocks": (
+        *((ROWS,), [[True, False], []], [[False, False], []]),
+        [None, [[True] * 2], [[True], []], [[True, 1], []], [[True] * 2, [], []], [True, False]],
+    ),
+    "recent": ((KEY, 9), RecentBlocks([KEY], 1), RecentBlocks(), [None, [KEY], ([KEY], None)]),
+    "usage": (
+        *((), Usage(3, 30, None), Usage(0, 0, None)),
+        [None, (3, 30, 300)]
+        + [Usage(*odd) for n in (None, *ODD) for odd in ((n, 30, 300), (3, n, 300))]
+        + [Usage(3, 30, n) for n in ODD],  # type: ignore[arg-type]
+    ),
+}
+"""Of each verb its arguments, a right answer, that of a tier that is left alone, and no answers."""
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [None, [[True, True]], [[True], []], [[True, 1], []], [[True, True], [], []], [True, False]],
+    ("verb", "odd"), [(verb, odd) for verb, (*_, odds) in LIES.items() for odd in odds]
 )
-def test_what_is_no_answer_for_each_block_is_a_miss(clock: Clock, answer: Any) -> None:
-    store, prompts = PackingWindows(), [[KEY, KEY], []]
+def test_what_is_no_answer_is_a_miss(clock: Clock, verb: str, odd: Any) -> None:
+    args, right, miss, _ = LIES[verb]
+    answers = [odd, right]
+    store = type("Lying", (Store,), {verb: lambda *args: answers.pop()})()
     guarded = Guarded(store, "t", clock=clock)
-    store.answer = [[True, False], []]
-    assert guarded.held_blocks(prompts) == store.answer
-    store.answer = answer
-    assert guarded.held_blocks(prompts) == [[False, False], []]
+    assert getattr(guarded, verb)(*args) == right
+    assert getattr(guarded, verb)(*args) == miss
     assert guarded.failures.by_kind() == {"TierError": 1}
+
+
+@pytest.mark.parametrize("odd", [None, (1, 2), *(PutCounts(1, n) for n in ODD)])  # type: ignore[arg-type]
+def test_what_is_no_count_of_puts_is_a_miss(clock: Clock, odd: Any) -> None:
+    store = type("Lying", (Store,), {"counts": lambda self: odd})()
+    guarded = Guarded(store, "t", clock=clock)
+    assert guarded.put(Memory([KEY], 8).blocks) == [False]
+    assert (guarded.counts(), guarded.failures.by_kind()) == (PutCounts(), {"TierError": 1})
 
 
 def test_a_boolean_of_numpy_is_named_apart() -> None:

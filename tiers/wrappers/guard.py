@@ -375,6 +375,9 @@ class Guarded(Capable):
                 found: object = cast(Measured, store).usage()
                 if not isinstance(found, Usage):
                     raise TierError(f"usage answered a {type(found).__name__}")
+                bound = 0 if found.capacity is None else found.capacity
+                for count in (found.blocks, found.used, bound):
+                    _count("usage", count)
                 self._count_puts(store)
                 return found
         return Usage(0, 0, None)

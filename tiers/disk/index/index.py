@@ -162,8 +162,6 @@ class Index:
         self._path = path
         self._pages = 0
         self._checked = -math.inf
-        self.tables: dict[str, Any] = {}
-        """For use in a transaction."""
         self.wait = BRIEF_WAIT_S
         """How long a write waits for others while none of them commits, in seconds; then it raises
         lmdb.LockError."""
@@ -227,7 +225,7 @@ class Index:
         return found
 
     def _open_tables(self) -> None:
-        """Open all tables; make those that are missing. Waits as a write."""
+        """Open all tables, for use in transactions; make those missing. Waits as a write."""
         with self._alone(), self._env.begin(write=True) as txn:
             self.tables = {name: self._env.open_db(name.encode(), txn) for name in _TABLES}
 
