@@ -17,6 +17,7 @@ from tests.support.servers import RedisServer
 from tests.support.topologies import cluster
 from tiers.remote import records as remote_records
 from tiers.remote.spec import RedisSpec
+from tiers.store import GatheredBlock
 from tiers.testing import make_key
 
 
@@ -113,6 +114,32 @@ def test_a_value_that_is_stored_anew_before_it_is_dropped_stays(
         monkeypatch.setattr(remote_records, "_unlink_watched", unlink)
         assert records.drop_damaged([listed]) == 0
         assert get(store, key) == [True]
+        records.close()
+
+
+def test_what_is_under_a_name_now_is_what_counts(server: RedisServer) -> None:
+    """A block that was stored anew, longer, since it was listed is whole; a whole record of
+    another key is damaged, and goes."""
+    client, keys, used = server.client(), [make_key() for _ in range(4)], list[bytes]()
+    with opened(server.url) as plain, opened(server.url, codec="zstd") as packed:
+        packed.put([GatheredBlock(keys[0], memoryview(bytes(PAYLOAD)), None)])
+        put(plain, *keys[1:])
+        records = records_of(server.url)
+        every = {one.name: one for piece in records.listed() for one in piece}
+        listed = [every[name(key)] for key in keys]
+        client.delete(name(keys[0]))
+        put(plain, keys[0])
+        client.set(name(keys[1]), value(client, name(keys[3])))
+        client.delete(name(keys[2]))
+        client.rpush(name(keys[2]), "of somebody's")
+        found = records.read(listed, lambda header, payload: used.append(header.key))
+        assert [finding.state for finding in found] == ["whole", "damaged", "damaged", "whole"]
+        assert "another key" in found[1].why and "another type" in found[2].why
+        assert used == [keys[3], keys[0]]
+        assert records.drop_damaged(listed) == 2
+        assert get(plain, *keys) == [True, False, False, True]
+        records.drop(listed[3:])
+        assert get(plain, *keys) == [True, False, False, False]
         records.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,7 +20,9 @@ from tests.support.damage import keys_on
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import index_key
 from tiers.disk.records import DiskRecords
-from tiers.disk.slab import PAGE, slot_bytes
+from tiers.disk.slab import PAGE, Slab, slot_bytes
+from tiers.errors import TierUnavailable
+from tiers.testing import Memory
 
 PAYLOAD = 4096
 COMMAND = "import tiers.cli.main as m; m.main()"
@@ -79,6 +82,38 @@ def test_a_thousand_flipped_records_are_found_and_no_other_is_dropped(tmp_path: 
         assert store.has(every) == [key not in flipped for key in every]
         assert beside("verify", chain)[0] == 0
         disk.audit(store)
+
+
+@pytest.mark.parametrize("found", ["another key", "is another", "payload of", "unreadable"])
+def test_a_record_that_is_not_the_index_s_is_damaged_however_whole(
+    tmp_path: Path, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk.opened(tmp_path) as store:
+        assert disk.put(store, disk.keys(1 if found == "another key" else 0), PAYLOAD) == [True]
+        if found != "unreadable":
+            other = disk.slab_path(tmp_path, PAYLOAD).read_bytes()
+            store.drop(disk.keys(0, 1))
+            length = PAYLOAD - 9 if found == "payload of" else PAYLOAD
+            memory = Memory(disk.keys(0), length).fill(version=found == "is another")
+            assert store.put(memory.blocks) == [True]
+            disk.slab_path(tmp_path, PAYLOAD).write_bytes(other)
+        records, used = DiskRecords(tmp_path), list[object]()
+        listed = next(records.listed())
+        if found == "unreadable":
+
+            def read(*of: object) -> None:
+                raise OSError(errors.pop(0), "of the device")
+
+            errors = [errno.EIO, errno.ENOMEM]
+            monkeypatch.setattr(Slab, "read", read)
+        (finding,) = records.read(listed, lambda *of: used.append(of))
+        assert finding.state == "damaged" and found in finding.why and not used
+        if found == "unreadable":
+            with pytest.raises(TierUnavailable):  # which says nothing of the block
+                records.read(listed)
+        else:
+            assert records.drop_damaged(listed) == 1
+        records.close()
 
 
 def test_a_block_that_is_stored_anew_before_it_is_dropped_stays(

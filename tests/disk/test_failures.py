@@ -290,6 +290,23 @@ def test_a_block_on_a_bad_sector_goes(
         assert get(store, keys(0, 1, 2, 3)) == [True] * 4
 
 
+def test_what_is_whole_is_served_while_what_is_damaged_can_t_be_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+        with monkeypatch.context() as patch:
+            reads_fail(patch, {1}, errno.EIO)
+            patch.setattr(Index, "_try_alone", lambda index: False)  # another process is stopped
+            patch.setattr(folder_of(store).index, "wait", 0.0)
+            assert get(store, keys(0, 1, 2)) == get(store, keys(0, 1, 2)) == [True, False, True]
+            assert (store.damaged(), store.has(keys(1))) == (0, [True])
+            assert sum("can't be dropped" in line for line in caplog.messages) == 1
+        reads_fail(monkeypatch, {1}, errno.EIO)
+        assert get(store, keys(0, 1)) == [True, False]
+        assert (store.damaged(), store.has(keys(1))) == (1, [False])
+
+
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT])
 def test_an_error_that_may_pass_drops_no_block(
     tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
