@@ -25,7 +25,7 @@ from tiers.block import (
     verify,
 )
 from tiers.codec import CODECS, decode
-from tiers.errors import RecordError
+from tiers.errors import OtherFormat, RecordError
 
 KEYS = st.binary(min_size=NAMESPACE_BYTES + 1, max_size=MAX_KEY_BYTES)
 PAYLOADS = st.binary(max_size=300)
@@ -58,6 +58,8 @@ def test_a_changed_payload(key: bytes, payload: bytes, data: st.DataObject) -> N
     other = data.draw(st.binary(max_size=400).filter(lambda b: b != payload))
     with pytest.raises(RecordError):
         verify(header, other)
+    with pytest.raises(RecordError, match="stored bytes"):
+        verify(header, payload[1:], header.checksum)
 
 
 @given(KEYS, KEYS, PAYLOADS, st.integers(0, 400))
@@ -96,6 +98,23 @@ def test_whoever_writes_the_seal_too_gets_no_more_than_a_miss(
         expect((fields + checksum).ljust(HEADER_BYTES, b"\0"), b"k" * 40, 4096)
     with pytest.raises(RecordError):
         verify(header, b"anything")
+
+
+def test_a_record_of_another_version_is_told_from_none() -> None:
+    whole = pack_header(b"k" * 40, 4, b"data")
+
+    def written(place: int) -> bytes:
+        fields = bytearray(whole[: FIELDS.size])
+        fields[place] += 1
+        checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
+        return bytes(fields + checksum).ljust(HEADER_BYTES, b"\0")
+
+    for version in (8, 11):  # or another checksum than this one knows
+        with pytest.raises(OtherFormat):
+            parse_header(written(version))
+    with pytest.raises(RecordError, match="not a record") as none:
+        parse_header(written(0))
+    assert not isinstance(none.value, OtherFormat)
 
 
 @given(st.integers(0, 99), st.binary(max_size=300), st.integers(0, 300))

@@ -338,6 +338,33 @@ def test_many_blocks_pass_through_bounded_memory(monkeypatch: pytest.MonkeyPatch
     assert largest == 3
 
 
+@pytest.mark.parametrize("verb", ["put", "get"])
+@pytest.mark.parametrize("works", [0, 2])
+def test_what_moved_before_a_part_that_fails_has_moved(
+    verb: str, works: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrity, "SCRATCH_BYTES", 3 * record_bytes(SIZE))
+    inner, keys = Store(StoreContext(record_bytes(SIZE))), [make_key() for _ in range(9)]
+    store = VerifiedStore(inner, SIZE)
+    store.put(Memory(keys, SIZE).fill().blocks)
+    honest, parts = getattr(inner, verb), list[int]()
+
+    def failing(blocks: Sequence[Block]) -> Any:
+        if len(parts) == works:
+            raise TierUnavailable("gone")
+        parts.append(len(blocks))
+        return honest(blocks)
+
+    monkeypatch.setattr(inner, verb, failing)
+    memory = Memory(keys, SIZE).fill() if verb == "put" else Memory(keys, SIZE)
+    if works:
+        assert getattr(store, verb)(memory.blocks) == [True] * 6 + [False] * 3
+        assert all(memory.holds(index) for index in range(6))
+    else:
+        with pytest.raises(TierUnavailable, match="gone"):
+            getattr(store, verb)(memory.blocks)
+
+
 class TestVerified(StoreContract):
     """The wrapper changes nothing for a store that is right."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
+import xxhash
 
 from tiers.errors import RecordError
 from tiers.remote.packs.pack import (
@@ -40,6 +43,26 @@ def test_an_index_with_any_other_byte_is_none() -> None:
     for end in (0, 100, INDEX_BYTES - 1):
         with pytest.raises(RecordError):
             parse_index(whole[:end])
+
+
+def test_an_index_that_is_whole_and_none_of_ours_is_none() -> None:
+    """Whoever wrote it: it may not say where more blocks lie than a pack has."""
+
+    def written(place: slice, some: bytes) -> bytes:
+        body = bytearray(pack_index([make_key() for _ in range(3)], 4096)[:-8])
+        body[place] = some
+        return bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+    count = slice(10, 12)
+    assert len(parse_index(written(count, b"\2\0"))) == 2
+    assert len(parse_index(written(count, MAX_PACK_BLOCKS.to_bytes(2, "little")))) == 64
+    for data in (
+        written(slice(0, 1), b"K"),
+        written(count, b"\0\0"),
+        written(count, (MAX_PACK_BLOCKS + 1).to_bytes(2, "little")),
+    ):
+        with pytest.raises(RecordError, match="not a pack"):
+            parse_index(data)
 
 
 def test_a_name_leads_back_to_its_key_and_others_to_none() -> None:

@@ -17,20 +17,20 @@ import pytest
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.clock import wait_for
 from tiers.concurrency.executors import in_background
-from tiers.errors import TierNotOpen, TierUnusable
+from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared_spec import SharedSpec
-from tiers.store import Block, GatheredBlock, Prefix, TierStore
+from tiers.store import Block, GatheredBlock, Prefix, TierStore, Waiting
 from tiers.testing import Memory, make_key
 
 PAYLOAD = 4096
 CONNECTIONS = 8
 
 
-class Waiting(DirectoryBucket):
+class Held(DirectoryBucket):
     """Deletes nothing before it may."""
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ def test_many_are_dropped_at_once_and_look_ups_go_on(tmp_path: Path) -> None:
     """One after the other, what a reset leaves would take longer than a tier's deadline."""
     place = tmp_path / "shared"
     place.mkdir(0o700)
-    bucket, keys = Waiting(place), [make_key() for _ in range(40)]
+    bucket, keys = Held(place), [make_key() for _ in range(40)]
     store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
     try:
         assert all(store.put(Memory(keys, PAYLOAD).fill().blocks))
@@ -154,6 +154,41 @@ def test_a_pack_of_a_later_version_is_a_miss_and_stays(
     new = opened()
     assert all(new.has(keys)), "the old version has left them alone"
     new.close()
+
+
+def test_a_pack_under_another_s_name_is_a_miss_and_goes(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(0o700)
+    bucket, (key, other) = DirectoryBucket(tmp_path / "shared"), (make_key(), make_key())
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
+    assert store.put(Memory([key], PAYLOAD).fill().blocks) == [True]
+    whole = memoryview(bytearray(pack.record_start(1, PAYLOAD)))
+    assert bucket.read(pack.name_of(key), 0, [whole]) == len(whole)
+    assert bucket.put(pack.name_of(other), [whole])
+    assert store.get(Memory([other], PAYLOAD).blocks) == [False]
+    assert (store.damaged(), store.has([key, other])) == (1, [True, False])
+    assert store.put(Memory([other], PAYLOAD).fill().blocks) == [True]
+    assert store.get(Memory([key, other], PAYLOAD).blocks) == [True, True]
+    store.close()
+
+
+def test_an_index_that_did_not_come_in_time_is_not_damaged(tmp_path: Path) -> None:
+    """A bucket gives up in the midst of a read, with its caller: what it has is no whole index."""
+    left, keys = [60.0], [make_key()]
+
+    class Late(DirectoryBucket):
+        def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+            left[0] = 0.0
+            return super().read(name, start, [into[0][:100]])
+
+    (tmp_path / "shared").mkdir(0o700)
+    store = PackStore(Late(tmp_path / "shared"), PAYLOAD, timeout=60, connections=CONNECTIONS)
+    other = SharedSpec(path=tmp_path / "shared").open(StoreContext(PAYLOAD))
+    assert other.put(Memory(keys, PAYLOAD).fill().blocks) == [True]
+    with Waiting(lambda: left[0]), pytest.raises(TierUnavailable, match="in time"):
+        store.has(keys)
+    assert (store.damaged(), other.get(Memory(keys, PAYLOAD).blocks)) == (0, [True])
+    store.close()
+    other.close()
 
 
 class Hooked(DirectoryBucket):
