@@ -87,8 +87,6 @@ class StoreUses:
 
     def renew_pins(self, blocks: int, max_blocks: int) -> None:
         """Touch the next pinned blocks, as many as are due for `blocks` that were stored."""
-        if not self._pinned:
-            return
         self._due += blocks * LAPS * len(self._pinned) / max_blocks
         keys: list[bytes] = []
         while self._due >= 1:

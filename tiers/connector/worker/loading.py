@@ -501,8 +501,6 @@ class Loading:
         """End all loads; wait for their threads for `drain` seconds at most."""
         self._rate_limit.stop()
         self.halt()
-        for _, future in self._loads:
-            future.cancel()
         wait([future for _, future in self._loads], drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False)
