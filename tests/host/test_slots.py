@@ -161,6 +161,17 @@ def test_a_forgotten_key_gets_another_slot() -> None:
     assert third is not None and (third.slot, third.fresh) == (second.slot, False)
 
 
+def test_a_slot_that_is_renamed_has_one_key_and_the_key_one_slot() -> None:
+    pool = SlotPool(2)
+    first, second = pool.claim(b"k"), pool.claim(b"draft")
+    assert first is not None and second is not None
+    assert not pool.rename(second.slot, b"k")
+    assert pool.find_all([b"k", b"draft"]) == [first.slot, second.slot]
+    pool.release(first.slot)
+    assert pool.rename(second.slot, b"k")
+    assert pool.find_all([b"k", b"draft"]) == [second.slot, None]
+
+
 def test_no_slot_is_none_and_not_an_error() -> None:
     assert SlotPool(0).claim(b"k") is None
     pool = SlotPool(1)

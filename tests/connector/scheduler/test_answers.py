@@ -14,9 +14,9 @@ import pytest
 from bench.scheduled import Output, Step
 from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
-from tests.support.clock import Clock
+from tests.support.clock import Clock, wait_for
 from tests.support.kept import kept
-from tests.support.lookups import IndexedNames
+from tests.support.lookups import IndexedNames, Names
 from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
@@ -220,12 +220,13 @@ def test_a_waiting_request_is_answered_as_a_new_one(load: LoadPolicy, seed: int)
     assert changed > 10
 
 
-def test_a_tier_that_is_down_has_nothing_for_a_request_that_waits() -> None:
+@pytest.mark.parametrize("tier", "ci")
+def test_a_tier_that_is_down_has_nothing_for_a_request_that_waits(tier: str) -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
-    halves.store(1, BLOCKS, tiers="i")
+    halves.store(1, BLOCKS, tiers=tier)
     waiting = Prompt(1, BLOCKS)
     assert halves.ask(waiting)[0] == BLOCKS
-    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
+    manager: Any = halves.chain.children["ci".index(tier)].manager  # type: ignore[attr-defined]
     health = manager.health
     manager.health = lambda: health()._replace(reads=False)
     assert halves.ask(waiting)[0] == 0
@@ -335,17 +336,56 @@ def test_what_found_no_room_is_offered_again_in_a_step_that_completes_nothing() 
     tokens = 3 * TOKENS + 1
     for stored in (1, 1, 1, 0):
         assert len(job.items) == stored
-        ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS)})
-        halves.hear([OffloadingWorkerMetadata(), ended])
+        halves.hear([OffloadingWorkerMetadata(), _ended(job)])
         (job,) = _answer(halves, prompt, tokens)[1] or [StoreJob(0, [])]
         tokens += 1
     assert not halves.chain._requests.step.scheduled, "all of it is stored"
 
 
-def _answer(halves: Halves, prompt: Prompt, tokens: int) -> list[list[StoreJob]]:
-    """A request that has computed so many computes one more; what each tier is to store."""
+def test_a_tier_that_leaves_the_chain_is_given_nothing() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    index: Any = halves.chain.children[1]
+    index.drain()
+    together, nothing = _begin(halves, [Prompt(1, 3)], blocks=3)
+    assert together and not nothing
+
+
+def test_a_tier_that_may_have_less_in_flight_by_now_is_offered_nothing_again() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS, in_flight=3)
+    index: Any = halves.chain.children[1]
+    prompt = Prompt(1, 5)
+    _, (job,) = _begin(halves, [prompt], blocks=5)
+    assert len(job.items) == 3
+    less = index._spec.model_copy(update={"max_inflight": index.block_bytes})
+    index._stores.retune(less, promote=True, is_only_tier=True)
+    assert _answer(halves, prompt, 5 * TOKENS + 1)[1] == []
+
+
+def test_a_prefix_that_is_stored_in_steps_is_used_again_as_one() -> None:
+    """A store evicts first what was stored first: else the head would go before its tail."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
+    used: list[int] = []
+    manager.touch_prefix = lambda keys: used.append(len(keys))
+    prompt = Prompt(1, 5)
+    _, (job,) = _begin(halves, [prompt], blocks=2)
+    for blocks in (2, 3, 4):
+        halves.hear([OffloadingWorkerMetadata(), _ended(job)])
+        _, (job,) = _answer(halves, prompt, blocks * TOKENS, TOKENS)
+    assert used == [4]
+    halves.chain.request_finished(prompt, [])
+    halves.hear([OffloadingWorkerMetadata(), _ended(job)])
+    assert used == [4, 5]
+
+
+def _ended(job: StoreJob) -> OffloadingWorkerMetadata:
+    return OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS)})
+
+
+def _answer(halves: Halves, prompt: Prompt, tokens: int, more: int = 1) -> list[list[StoreJob]]:
+    """A request that has computed so many computes more; what each tier is to store."""
     again = CachedRequests([prompt.request_id], set(), [None], [tokens])
-    orders = halves.chain.build_connector_meta(Step([], {prompt.request_id: 1}, again))
+    orders = halves.chain.build_connector_meta(Step([], {prompt.request_id: more}, again))
     return [one.reqs_to_store for one in orders.metadata]
 
 
@@ -402,16 +442,21 @@ def test_changes_beyond_what_is_kept_are_looked_up() -> None:
     assert take() == [False] * 3 + [True] + [False] * 6
 
 
+class Told(Names):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[list[bytes]] = []
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.told.append(list(keys))
+
+
+class ToldIndex(Told, IndexedNames):
+    pass
+
+
 def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None:
-    class Told(IndexedNames):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[list[bytes]] = []
-
-        def touch(self, keys: Sequence[bytes]) -> None:
-            self.told.append(list(keys))
-
-    index, clock = Told(), Clock(5.0)
+    index, clock = ToldIndex(), Clock(5.0)
     manager = StoreManager(index, SPACES, Generation(), clock)
     keys = [b"%5d" % number for number in range(2000)]
     manager.touch_prefix(keys)
@@ -423,6 +468,35 @@ def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None
     assert max(map(len, index.told)) <= StoreUses.USES_AT_ONCE
     last_first = [name for names in reversed(index.told) for name in names]
     assert last_first == [space + key for key in keys for space in SPACES]
+    clock.now += 1.0
+    manager.touch_prefix(keys)
+    manager.reset()
+    index.told.clear()
+    clock.now += 1.0
+    manager.touch_and_list_missing([b"another"])
+    assert not index.told, "there are other keys"
+    manager.close()
+
+
+def test_an_index_is_told_of_what_is_pinned_as_long_as_it_is() -> None:
+    index, clock = ToldIndex(), Clock(5.0)
+    manager = StoreManager(index, [b"space"], Generation(), clock)
+    manager.pin([b"a", b"b"])
+    for pinned in ({b"spacea", b"spaceb"}, {b"spaceb"}, set[bytes]()):
+        index.told.clear()
+        manager.renew_pins(17, 16)  # and has begun another lap
+        assert {name for names in index.told for name in names} == pinned
+        manager.unpin([b"b"] if len(pinned) == 1 else [b"a"])
+    manager.close()
+
+
+def test_a_store_behind_a_network_is_told_of_uses_too() -> None:
+    store = Told()
+    manager = StoreManager(store, SPACES, Generation(), Clock(5.0))
+    assert manager.pinnable([b"a"]) == [], "it can't be asked at once"
+    manager.touch_prefix([b"a", b"b"])
+    wait_for(lambda: bool(store.told))
+    assert store.told == [[space + key for key in (b"a", b"b") for space in SPACES]]
     manager.close()
 
 

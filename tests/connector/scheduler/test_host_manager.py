@@ -173,6 +173,28 @@ def test_a_block_that_is_loaded_stays_until_the_load_has_ended() -> None:
     assert pool.take_vacated() is None, "once"
 
 
+def test_a_step_is_told_of_few_slots_and_of_none_of_a_change_before() -> None:
+    pool = SlotPool(8)
+    manager = filled(pool, 8)
+    pool.resize(2)
+    assert [len(pool.beyond(most)) for most in (3, 0)] == [3, 0]
+    pool.resize(6)
+    assert sorted(pool.beyond(8)) == [6, 7]
+    manager.resize(0, 6)
+    shrunk(manager)
+    assert (pool.take_vacated(), pool.num_slots) == (6, 6)
+
+
+def test_a_tier_that_holds_less_in_the_same_pool_comes_to_an_end() -> None:
+    """An engine without requests makes steps until then."""
+    pool = SlotPool(8)
+    manager = filled(pool, 8)
+    manager.resize(0, 4)
+    for _ in range(3):
+        assert manager.shrink(64) == []
+    assert manager.slots_kept() == 4 and not manager.is_shrinking
+
+
 def test_a_hint_keeps_a_block_that_moves_meanwhile() -> None:
     pool = SlotPool(2)
     manager = filled(pool, 2)

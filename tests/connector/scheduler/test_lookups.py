@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -52,6 +52,26 @@ def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
 def wait_for_lookups(store: Held, count: int) -> None:
     wait_for(lambda: store.calls >= count)
     time.sleep(0.01)  # the answer is there a moment later
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manager: manager.drop([b"a"], b""),
+        lambda manager: manager.discard(b"a"),
+        lambda manager: manager.resize(1, 1),
+        lambda manager: manager.reset(),
+    ],
+    ids=["dropped", "gone", "smaller", "reset"],
+)
+def test_what_a_store_may_hold_no_more_is_offered_to_it(
+    asked: tuple[StoreManager, Held, Clock], change: Callable[[StoreManager], object]
+) -> None:
+    manager, _, _ = asked
+    manager.stored([b"a"])
+    assert manager.touch_and_list_missing([b"a"]) == [False]
+    change(manager)
+    assert manager.touch_and_list_missing([b"a"]) == [True]
 
 
 def test_steps_longer_than_an_answer_holds(asked: tuple[StoreManager, Held, Clock]) -> None:

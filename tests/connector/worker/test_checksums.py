@@ -93,6 +93,8 @@ def test_what_changes_later_shows(apart: Checksums, memory: SlotMemory) -> None:
     assert [a == b for a, b in zip(before, expected(memory, slots), strict=True)] == [
         slot != 4 for slot in slots
     ]
+    apart.keep(4, None)
+    assert apart.of([4]) == [None], "of no block"
 
 
 def test_each_tier_may_ask_for_one_process(apart: Checksums, memory: SlotMemory) -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.clock import wait_for
 from tests.support.kept import kept
 from tiers.block import digest
+from tiers.concurrency.rate_limit import RateLimit
+from tiers.connector.worker.filling import Filling
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.messages import SlotMove, StoreItem
+from tiers.contract.messages import LoadItem, LoadJob, SlotMove, StoreItem
 from tiers.contract.pool_size import PoolSize
 from tiers.gpu.copier import open_copier
 
@@ -69,6 +72,32 @@ def test_a_gather_that_failed_fails_for_every_tier() -> None:
     for _ in range(2):
         with pytest.raises(IndexError, match="out of range"):
             host.wait_and_verify([0], [b"key9"])
+    host.empty([0])
+    host.filled([0], [b"key9"])
+    assert host.wait_and_verify([0], [b"key9"]) == [True], "it is no gather's any more"
+
+
+def test_a_slot_that_a_fill_failed_in_holds_nothing() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"key3", 0, 3)])
+    assert host.wait_and_verify([0], [b"key3"]) == [True]
+    filling = Filling("disk", host, RateLimit(None))
+    filling.begin([LoadJob(0, "", [LoadItem(b"key4", 0, None)])])
+    wait_for(lambda: bool(filling.ended(is_idle=True)))
+    assert host.wait_and_verify([0, 0], [b"key3", b"key4"]) == [False, False]
+    filling.close(1.0)
+
+
+def test_what_all_tiers_share_goes_with_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_with(numbered())
+    host.open({})
+    closed: list[str] = []
+    monkeypatch.setattr(host.copier, "close", lambda: closed.append("copier"))
+    monkeypatch.setattr(host.memory, "close", lambda: closed.append("memory"))
+    host.close()
+    assert closed == []
+    OPENED.pop().close()
+    assert closed == ["copier", "memory"]
 
 
 def test_a_slot_nobody_gathered_is_not_served() -> None:
@@ -147,9 +176,14 @@ def test_slots_that_are_given_back_hold_no_block(tmp_path: Path) -> None:
     assert settled(host) == 4 and kept(host) < before
     assert host.wait_and_verify([3, 4, 7], [b"key3", b"key4", b"key7"]) == [True, False, False]
     assert not any(map(host.is_intact, range(4, 8)))
+    assert host.checksums(range(4, 8)) == [None] * 4
+    ahead = host._prefault
+    assert ahead is not None and ahead.done <= 4 << 12
     assert host.prepare_resize("cpu", 16 << 12) == ""
     host.resize("cpu", 16 << 12)
     assert settled(host) == 16 and host.wait_and_verify([7], [b"key7"]) == [False]
+    host.gather([StoreItem(b"last", 15, 0)])
+    wait_for(lambda: ahead.done == 16 << 12)
     host.close()
 
 

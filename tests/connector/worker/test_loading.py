@@ -15,7 +15,7 @@ from tests.support.clock import wait_for
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker import loading as loading_module
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.loading import EndedLoad, Load, Loading
+from tiers.connector.worker.loading import EndedLoad, Load, Loading, Piece
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import ENDED, Copy, Fence
 from tiers.contract.messages import LoadItem, LoadJob
@@ -168,6 +168,34 @@ def test_nothing_behind_a_wave_that_lacks_a_block_is_copied(
     assert load.result.failed == {3, 4, 5, 6, 7} and load.result.lost == {3}
     assert host.paged == {n: n for n in range(3)}
     assert store.reads == [keys(0, 2), keys(2, 2)]
+
+
+def test_nothing_behind_a_wave_of_host_memory_that_lacks_a_block_is_copied(
+    loading: Loading, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_module, "WAVE_BYTES", 2 * slot_stride(PAYLOAD))
+    host.lacks = {3}
+    loading.begin([resident(0, 0, 8)], ENDED)
+    (load,) = ended(loading, 1)
+    assert load.result.failed == {3, 4, 5, 6, 7} and load.result.lost == {3}
+    assert host.copies == [[0, 1], [2]]
+
+
+def test_a_load_ends_behind_a_copy_that_begins() -> None:
+    """Its blocks are others' from then on."""
+    load = Load(job(0, b"000"), now=float)
+    ends = threading.Thread(target=load.end)
+
+    def begin(pieces: Sequence[Piece]) -> Copy:
+        ends.start()
+        ends.join(0.05)
+        assert not load.is_over
+        return ENDED
+
+    Load.copy_in([Piece(load, 0, 0, 0)], begin)
+    ends.join(WAIT_S)
+    assert load.is_over and load.arrived == 1
+    Load.copy_in([Piece(load, 0, 0, 0)], begin)
 
 
 def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
