@@ -8,7 +8,8 @@
 # make install-test   the three ways in of the README, each in an empty environment; needs a package index.
 #               Minutes: ARGS=cpu tries that way alone, ARGS=cuda or ARGS=present another
 # make test-python PYTHON=python3.12   what needs no engine, on another Python, in an environment of its own; takes
-#               the PyTorch that this Python has, or else fetches one  ARGS="-k disk"
+#               the PyTorch that this Python has, or else fetches one; with OLDEST=1 the oldest packages that
+#               pyproject.toml allows  ARGS="-k disk"
 # make gpu      the tests and figures of CUDA, written to build/gpu.json within ten minutes: needs a GPU
 #               with PyTorch and pytest (of GPU_PYTHON), and no network  ARGS="FILE"
 # make gpu-wheels   fetch what else that needs into build/wheels, to be carried along  GPU_VERSION=3.12
@@ -65,11 +66,15 @@ compatibility: $(READY)
 install-test:
 	$(PYTHON) tests/install.py $(ARGS)
 
-OTHER_PYTHON = build/$(notdir $(PYTHON))
+OTHER_PYTHON = build/$(if $(OLDEST),oldest-)$(notdir $(PYTHON))
 
 test-python:
-	$(PYTHON) -m venv --system-site-packages $(OTHER_PYTHON)
-	$(OTHER_PYTHON)/bin/python -m pip --disable-pip-version-check install -q -e ".[demo,dev]" msgspec pyzmq
+	$(PYTHON) -m venv $(if $(OLDEST),,--system-site-packages) $(OTHER_PYTHON)
+	$(PYTHON) -c 'import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		extras = [p["optional-dependencies"][name] for name in ("object", "encryption", "top")]; \
+		print(*(re.sub(">=([0-9.]+).*", r"==\1", d) for d in sum(extras, p["dependencies"])), sep="\n")' > build/oldest.txt
+	$(OTHER_PYTHON)/bin/python -m pip --disable-pip-version-check install -q -e ".[demo,dev]" msgspec pyzmq \
+		$(if $(OLDEST),-c build/oldest.txt)
 	$(OTHER_PYTHON)/bin/python -m pytest -n 2 --dist loadfile -m "not vllm and not faults and not compatibility" $(ARGS)
 
 gpu:

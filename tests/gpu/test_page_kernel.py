@@ -43,7 +43,7 @@ def test_it_compiles_for_devices(
     signature = {"pages": "*i64", "blocks": "*i64", "rows": rows, "row_units": "i32"}
     given = {"GATHER": gather, "UNIT": kernel._UNITS[unit][1], "CHUNK": kernel.CHUNK}
     whole = {**signature, **dict.fromkeys(given, "constexpr")}
-    source = compiler.ASTSource(kernel._copy_pages, whole, constexprs=given)
+    source = compiler.ASTSource(kernel._copy_pages, whole, given)
     compiled = compiler.compile(source, target=target("cuda", compute_capability, 32))
     assert compiled.asm["cubin"]
 

@@ -192,6 +192,7 @@ def bars(auto_refresh: bool = True) -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    console.quiet = not console.is_terminal  # else Rich before 14.3 ends them by an empty line
     return Progress(
         BarColumn(),
         TimeElapsedColumn(),

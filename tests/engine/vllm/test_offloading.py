@@ -113,14 +113,14 @@ def config_of(transfer: dict[str, Any]) -> Any:
     """As vLLM gives it to a spec."""
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-    unused: Any = None
+    model: Any = SimpleNamespace(max_model_len=64)
     return OffloadingConfig(
         groups=(),
         worker_kv_bytes_per_block=4096,
         enable_kv_cache_events=True,
         extra_config=transfer["kv_connector_extra_config"],
         engine_id="engine",
-        model=unused,
+        model=model,
         cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
         parallel=SimpleNamespace(world_size=1),
     )

@@ -450,9 +450,10 @@ def test_a_load_that_hangs_is_a_miss_and_leaves_its_row_alone(
     from tiers.engine import vllm_secondary_tier
 
     engine = make(GATED, rows=4)
-    for start in range(0, 6, 2):
-        engine.store(BLOCKS[start : start + 2])
+    for start in range(0, 6, 2):  # each of a prompt of its own: of one vLLM 0.33 evicts the end
+        engine.store(BLOCKS[start : start + 2], f"stores {start}")
         engine.settle()
+        engine.finish(f"stores {start}")
     monkeypatch.setattr(vllm_secondary_tier, "LOAD_SECONDS", 0.05)
     gate.is_open.clear()
     assert engine.ask("a", BLOCKS[:1]) == ["MISS"]
