@@ -38,6 +38,7 @@ from tiers.host.slots import slot_stride
 from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.store import batch_blocks
 from tiers.testing import GivenSpec
+from tiers.wrappers.guard import HEALTHY
 
 RANKS = 2
 BLOCKS = 200
@@ -340,6 +341,46 @@ def test_what_found_no_room_is_offered_again_in_a_step_that_completes_nothing() 
         (job,) = _answer(halves, prompt, tokens)[1] or [StoreJob(0, [])]
         tokens += 1
     assert not halves.chain._requests.step.scheduled, "all of it is stored"
+
+
+def test_what_requests_share_is_stored_once() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    for jobs in _begin(halves, [Prompt(1, BLOCKS, asks) for asks in range(2)], blocks=3):
+        assert sum(len(job.items) for job in jobs) == 3
+
+
+def test_nothing_is_stored_behind_a_block_that_found_no_slot() -> None:
+    """It could not be loaded, without that one."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    pool: Any = halves.chain.children[0].pool  # type: ignore[attr-defined]
+    claim, refused = pool.claim, Prompt(1, 4).block_hashes[1]
+    pool.claim = lambda key: None if key.startswith(refused) else claim(key)
+    prompt = Prompt(1, 4)
+    for (job,) in _begin(halves, [prompt], blocks=4):
+        assert len(job.items) == 1
+    del pool.claim
+    for (job,) in _answer(halves, prompt, 4 * TOKENS):
+        assert len(job.items) == 3
+
+
+def test_nothing_is_stored_behind_what_a_tier_that_was_down_did_not_get() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    index: Any = halves.chain.children[1]
+    index._tier.update({0: HEALTHY._replace(writes=False, writes_up=False)})
+    prompt = Prompt(1, 4)
+    together, nothing = _begin(halves, [prompt], blocks=2)
+    assert together and not nothing
+    index._tier.update({0: HEALTHY})
+    together, nothing = _answer(halves, prompt, 2 * TOKENS, TOKENS)
+    assert together and not nothing
+
+
+def test_a_tier_is_as_large_as_it_was_made() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    cpu: Any = halves.chain.children[0]
+    assert cpu._tier.open.max_blocks == 2 * BLOCKS
+    cpu.resize(cpu._spec.model_copy(update={"capacity": cpu._spec.capacity_bytes // 2}))
+    assert cpu._tier.open.max_blocks == BLOCKS
 
 
 def test_a_tier_that_leaves_the_chain_is_given_nothing() -> None:

@@ -10,9 +10,10 @@ import pytest
 from tests.support.clock import Clock, wait_for
 from tests.support.lookups import Names, look_up
 from tiers.block import NAMESPACE_BYTES
-from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.lookups import Lookup, LookupTimer
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
+from tiers.contract.messages import LookupTimes
 from tiers.store import Capability, Capable, LocalIndex
 from tiers.testing import Memory, MemoryStore
 
@@ -72,6 +73,15 @@ def test_what_a_store_may_hold_no_more_is_offered_to_it(
     assert manager.touch_and_list_missing([b"a"]) == [False]
     change(manager)
     assert manager.touch_and_list_missing([b"a"]) == [True]
+
+
+def test_a_request_waited_for_a_tier_until_that_went_down() -> None:
+    timer = LookupTimer()
+    timer.asked(1.0, 1.5)
+    timer.went_down(4.0)
+    assert timer.times == LookupTimes(3.0, 0.0, 3.0)
+    timer.went_down(9.0)
+    assert timer.times == LookupTimes(3.0, 0.0, 3.0), "nothing is waited for"
 
 
 def test_steps_longer_than_an_answer_holds(asked: tuple[StoreManager, Held, Clock]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames, look_up
 from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_keys import VisibilityCheck
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 
@@ -26,6 +29,30 @@ def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, False, True]
     clock.now += StoreManager.RECENT_SECONDS
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, True, True]
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manager, keys: None,
+        lambda manager, keys: [manager.discard(key) for key in keys],
+        lambda manager, keys: manager.reset(),
+    ],
+    ids=["held", "gone", "reset"],
+)
+def test_what_is_known_to_be_gone_does_not_count_as_never_found(
+    change: Callable[[StoreManager, list[bytes]], object],
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+    clock: Clock,
+) -> None:
+    manager = StoreManager(IndexedNames(), [b""], Generation(), clock)
+    keys = [b"%02d" % number for number in range(VisibilityCheck.MISSED)]
+    manager.stored(keys)
+    change(manager, keys)
+    assert look_up(manager, keys, Lookup()) == 0
+    assert len(caplog.messages) == (request.node.callspec.id == "held")
     manager.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from tiers.connector.worker.offloading_worker import MOST_ENDS, OffloadingWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreItem, StoreJob
 from tiers.contract.pool_size import PoolSize
+from tiers.contract.weight_reports import WeightOrders
 from tiers.gpu.copier import open_copier
 from tiers.store import Block, PutCounts
 from tiers.testing import FaultyStore, GivenSpec, MemoryStore, SlowStore
@@ -104,6 +106,30 @@ def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:
     worker.shutdown()
     for part in ("load", "read"):
         assert sum(name.startswith(f"kvtiers-{part}-many_") for name in names) == 5
+
+
+def test_an_engine_that_ends_waits_for_what_is_being_stored() -> None:
+    lagging = Lagging()
+    lagging.step(numbered_job(0))
+    future = lagging.worker._stores[0].future
+    threading.Timer(0.1, lagging.pace.resume).start()
+    lagging.worker.shutdown()
+    assert future.done() and future.result().failed == set()
+
+
+@pytest.mark.parametrize(("ranks", "rate"), [(2, None), (1, "4KiB/day")], ids=["verdict", "rate"])
+def test_an_engine_that_ends_waits_for_no_verdict_and_no_rate(ranks: int, rate: str | None) -> None:
+    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4, world_size=ranks)
+    host = HostSlots(engine, PoolSize(0, 4 << 12, 0, ranks), open_copier)
+    spec = GivenSpec.model_validate({"type": "given", "store_rate": rate}).over(MemoryStore())
+    worker = OffloadingWorker(spec, host, drain=20.0)
+    worker.register_kv_caches({"layer": torch.zeros(4, 64, dtype=torch.uint8)})
+    host.watch.bind(WeightOrders(0))
+    jobs = [numbered_job(number) for number in range(2)]
+    worker_step(worker, OffloadingConnectorMetadata(reqs_to_store=jobs))
+    began = time.monotonic()
+    worker.shutdown()
+    assert time.monotonic() - began < 10.0
 
 
 WAIT_S = 60.0
