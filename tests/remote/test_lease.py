@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.remote.places import DAY, KINDS, SIZE, Place, SharedDirectory, there
 from tests.support.clock import Clock, wait_for
 from tiers.remote.directory_upkeep import DirectoryTerms
+from tiers.remote.evictor import Evictor
 from tiers.remote.lease import Count, Lease, Terms
 
 
@@ -90,6 +93,32 @@ def test_an_evictor_that_is_killed_is_followed_by_another(place: Place) -> None:
         clock.now += place.watch_seconds
         other.step()
     assert there(packs) == [False] * 11 + [True] * 9
+
+
+@pytest.mark.parametrize("listing", [1, 2], ids=["as it counts", "as it evicts"])
+def test_an_evictor_that_was_stopped_in_a_listing_ends_it_where_another_has_the_lease(
+    place: Place, listing: int
+) -> None:
+    """What it has counted is of the time before, and the other evicts as much itself."""
+    clock, packs = Clock(), place.fill([DAY] * 20)
+    bucket, other, listings = place.bucket(), place.lease(clock), list[int]()
+    stopped = Evictor(bucket, 10 * SIZE, place.lease(clock), place.pace, clock)
+    honest = bucket.list
+
+    def take(*args: Any) -> Iterator[Any]:
+        listings.append(1)
+        if len(listings) == listing:
+            other.beat()
+            clock.now += place.watch_seconds
+            assert other.beat()
+            other.count = Count(7, 5 * SIZE, 10 * SIZE)
+            assert other.beat()
+        yield from honest(*args)
+
+    bucket.list = take
+    stopped.step()
+    assert all(there(packs)) and len(listings) == listing
+    assert place.lease(clock).last_count() == other.count
 
 
 def test_who_closes_it_leaves_the_lease_to_others_at_once(place: Place) -> None:

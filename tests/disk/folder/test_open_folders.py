@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,9 @@ from tests.disk.audit import (
     run_mounted,
 )
 from tiers.control.control_server import short_path
+from tiers.disk.disk_store import DiskStore
+from tiers.disk.folder.open_folder import OpenFolder
+from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnusable
 
@@ -192,6 +197,52 @@ def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     assert get(store, keys(0)) == [True]
     assert len(list((tmp_path / "owners").iterdir())) == 1
     store.close()
+
+
+class Overtaken:
+    """A folder's lock: who waits for it first is overtaken by others."""
+
+    def __init__(self, others: Callable[[], None]) -> None:
+        self.lock, self.others = threading.Lock(), [others]
+
+    def __enter__(self) -> None:
+        if self.others:
+            self.others.pop()()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_opens_a_folder_as_it_is_closed_keeps_it_open(
+    tmp_path: Path, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it was closed again before the first one had its lock: then it is closed once."""
+    first, later, closed = open_disk(tmp_path), list[DiskStore](), list[OpenFolder]()
+    put(first, keys(0, 1))
+    close = OpenFolder.close
+
+    def count(folder: OpenFolder) -> None:
+        closed.append(folder)
+        close(folder)
+
+    def others() -> None:
+        later.append(open_disk(tmp_path))
+        if closes:
+            later[0].close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenFolder, "close", count)
+        patch.setitem(open_folders._locks, os.path.realpath(tmp_path), Overtaken(others))  # type: ignore[arg-type]
+        first.close()
+        assert len(closed) == closes
+        if not closes:
+            assert get(later[0], keys(0, 1)) == [True, True]
+            later[0].close()
+            assert len(closed) == 1
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1)) == [True, True]
 
 
 def test_only_the_user_can_read_the_files(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""An index that is damaged, full, or not ours."""
+"""An index that is damaged, full, locked or not ours, and the uses that wait for it."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
+import threading
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +26,9 @@ from tests.disk.audit import (
     put,
     slab_path,
 )
+from tiers.disk.index import slot_allocator
 from tiers.disk.index.index import translated
+from tiers.disk.index.slot_allocator import PendingUses
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -113,3 +119,56 @@ def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
             for n in range(600):
                 put(store, [key(n) + bytes(80)], 1000)
         assert put(store, [key(0) + bytes(80)], 1000) == [True]
+
+
+def test_of_uses_that_nobody_writes_down_the_last_ones_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slot_allocator, "_MAX_USES", 4)
+    uses = PendingUses()
+    uses.record(keys(1, 0))
+    uses.record(keys(4, 3, 2))
+    uses.record(keys(0, 1))
+    assert len(uses) == 4 and keys(2)[0] not in uses
+    assert uses.take() == keys(3, 4, 1, 0)
+
+
+@pytest.mark.parametrize("take", [PendingUses.take, lambda uses: uses.take_before(1)[:1]])
+def test_a_use_that_is_recorded_as_others_take_is_not_lost(
+    take: Callable[[PendingUses], list[bytes]],
+) -> None:
+    """Between the two steps of a record others may run."""
+    uses, taken = PendingUses(), list[bytes]()
+
+    class Slow(bytes):
+        """A key that lets others run as it is looked for."""
+
+        def __hash__(self) -> int:
+            if not taker.is_alive() and not taken:
+                taker.start()
+            time.sleep(0.01)
+            return super().__hash__()
+
+    taker = threading.Thread(target=lambda: taken.extend(take(uses)))
+    uses.record([Slow(b"key")])
+    taker.join()
+    assert taken == [b"key"] and not uses
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EIO])
+def test_a_lock_that_the_file_system_can_t_give_costs_that_write_alone(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        with monkeypatch.context() as patch:
+
+            def lockf(handle: int, mode: int, length: int) -> None:
+                raise OSError(error, os.strerror(error))
+
+            patch.setattr(fcntl, "lockf", lockf)
+            with pytest.raises(TierUnavailable, match=os.strerror(error)):
+                put(store, keys(1))
+            assert get(store, keys(0)) == [True]
+        assert put(store, keys(1)) == [True]
+        audit(store)
