@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import struct
 import warnings
@@ -77,9 +78,13 @@ def test_auto_leaves_noise_alone_and_looks_again() -> None:
     assert CODECS["byteplanes"] in codecs
 
 
-def test_auto_takes_planes_for_kv() -> None:
+def test_auto_takes_planes_for_kv_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     encoder, kv = Encoder("auto", "redis"), bf16()
     assert {encoder.encode(kv)[0] for _ in range(SAMPLES * 3)} == {CODECS["byteplanes"]}
+    assert [line.partition("; ")[0] for line in caplog.messages] == [
+        "tier 'redis': codec auto takes byteplanes"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,16 @@ def test_of_those_that_would_take_it_one_does(
     assert not one.beat() and len(list((place.path / "upkeep").iterdir())) == 1
 
 
+def test_where_all_terms_were_removed_one_takes_it_anew(place: Place) -> None:
+    clock = Clock()
+    one, other = place.lease(clock), place.lease(clock)
+    assert one.beat() and not other.beat()
+    for term in place.path.glob("upkeep/term-*"):
+        term.unlink()
+    assert [one.beat(), one.beat()][1] != other.beat()
+    assert len(list(place.path.glob("upkeep/term-*"))) == 1
+
+
 @pytest.mark.fault
 def test_an_evictor_that_is_killed_is_followed_by_another(place: Place) -> None:
     with place.held_elsewhere():

@@ -145,6 +145,9 @@ def test_what_is_given_back_may_be_more_than_is_received_ahead(piece: int) -> No
         (b"-MOVED 1 there:1\r\n", ServerError),
         (b"+OK\r\n", StreamError),
         (b"$8x2\r\n", StreamError),
+        (b"$-2\r\n", StreamError),
+        (bulk(value(1)[:-1])[:-2] + b"++\r\n", StreamError),
+        (b"+" * 2 * AHEAD_BYTES, StreamError),
     ],
 )
 def test_what_is_no_reply_to_get_ends_the_load(

@@ -25,7 +25,11 @@ class Fifo:
         self.on_evict: Callable[[bytes], None] | None = None
         self.pool, self.most = pool, max_slots
         self.slots: dict[bytes, int] = {}
-        pool.add_evictor(self.evict_one)
+        self.was_idle: list[int] = []
+        pool.add_evictor(self.evict_one, self.idle)
+
+    def idle(self, slot: int) -> None:
+        self.was_idle.append(slot)
 
     def find(self, key: bytes) -> Any:
         return self.slots.get(key)
@@ -121,6 +125,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "discard raises": {"discard": raises},
     "clear raises": {"clear": raises},
     "clear clears nothing": {"clear": lambda self: []},
+    "idle raises": {"idle": raises},
     "evicting raises": {"evict_one": raises},
     "another's slot": {"find_all": lambda self, keys: [0] * len(keys)},
     "too few slots": {"touch": lambda self, keys: []},

@@ -10,7 +10,7 @@ import pytest
 
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import HEADER_BYTES, digest
-from tiers.errors import TierUnavailable
+from tiers.errors import TierError, TierUnavailable
 from tiers.store import Block, Damages, TierStore, capability
 from tiers.testing import Memory, StoreContract, make_key
 from tiers.wrappers import integrity
@@ -370,6 +370,12 @@ class TestVerified(StoreContract):
 
     def open_store(self, payload_bytes: int) -> TierStore:
         return VerifiedStore(Store(StoreContext(record_bytes(payload_bytes))), payload_bytes)
+
+
+def test_what_the_store_can_not_is_an_error_of_a_tier() -> None:
+    """As where it could when it was asked, and was opened anew since."""
+    with pytest.raises(TierError, match="no LocalIndex"):
+        VerifiedStore(Store(StoreContext(record_bytes(SIZE))), SIZE).peek([])
 
 
 def test_it_counts_damage_whatever_the_store_can() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.audit import MODE, SLOT, audit, get, keys, opened, put
+from tests.disk.audit import MODE, SLOT, allocated, audit, get, keys, opened, put, run_code
 from tests.disk.child import NUMBERS, POINTS, payload_of_number, running, started
 from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierFull
@@ -114,6 +114,30 @@ def test_killed_inside(tmp_path: Path, point: str) -> None:
             check(store)
             assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
         assert list((tmp_path / "owners").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+def test_what_a_killed_one_left_on_the_disk_goes_as_another_opens_beside_a_third(
+    tmp_path: Path,
+) -> None:
+    """As of an edit that was killed: disk space behind free slots, and behind the end of a file."""
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+        store.drop(keys(1))
+        with pytest.raises(AssertionError):  # of one that was killed
+            run_code(_LEAVE, tmp_path)
+        assert allocated(tmp_path) > 5 * SLOT
+        run_code("open_disk(path).close()", tmp_path)
+        audit(store)
+        assert get(store, keys(0, 1, 2)) == [True, False, True]
+
+
+_LEAVE = """
+slab = folder_of(open_disk(path)).slabs[SLOT]
+slab.allocate(1)
+slab.allocate(3, 5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.mark.fault

@@ -234,7 +234,7 @@ def test_who_opens_a_folder_as_it_is_closed_keeps_it_open(
 
     with monkeypatch.context() as patch:
         patch.setattr(OpenFolder, "close", count)
-        patch.setitem(open_folders._locks, os.path.realpath(tmp_path), Overtaken(others))  # type: ignore[arg-type]
+        patch.setitem(open_folders._locks, os.path.realpath(tmp_path), Overtaken(others))
         first.close()
         assert len(closed) == closes
         if not closes:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.disk.audit import (
     audit,
+    folder_of,
     get,
     key,
     keys,
@@ -26,7 +27,7 @@ from tests.disk.audit import (
     put,
     slab_path,
 )
-from tiers.disk.index import slot_allocator
+from tiers.disk.index import edit, slot_allocator
 from tiers.disk.index.index import translated
 from tiers.disk.index.slot_allocator import PendingUses
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
@@ -172,3 +173,34 @@ def test_a_lock_that_the_file_system_can_t_give_costs_that_write_alone(
             assert get(store, keys(0)) == [True]
         assert put(store, keys(1)) == [True]
         audit(store)
+
+
+def test_beside_many_uses_of_what_is_gone_a_block_is_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step looks at a few of them only, and each block was used since."""
+    monkeypatch.setattr(slot_allocator, "MAX_SKIPPED", 5)
+    with opened(tmp_path, slots=2) as store:
+        put(store, keys(0, 1))
+        store.touch(keys(0, 1, *range(100, 120)))
+        assert put(store, keys(2)) == [True]
+        assert sum(store.has(keys(0, 1))) == 1
+
+
+def test_the_time_is_noted_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few bytes: of the older half every second note goes."""
+    monkeypatch.setattr(edit, "_MOMENTS", 8)
+    now = [1e6]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with opened(tmp_path) as store:
+        index = folder_of(store).index
+        for n in range(3):
+            put(store, keys(n))
+        assert [at for at, _ in index.times()] == [10**6]
+        for _ in range(8):
+            now[0] += edit.MOMENT_EVERY
+            put(store, keys(8))
+            store.drop(keys(8))
+        times = index.times()
+        assert [(at - 10**6) // edit.MOMENT_EVERY for at, _ in times] == [0, 2, 4, 5, 6, 7, 8]
+        assert sorted(stamp for _, stamp in times) == [stamp for _, stamp in times]
