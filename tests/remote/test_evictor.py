@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import close, drive, measured, scheduler_of
 from tiers.errors import TierFull, TierUnusable
 from tiers.remote import evictor
+from tiers.remote.evictor import Evictor
 from tiers.remote.packs.pack import name_of
 from tiers.testing import Memory, make_key
 
@@ -78,6 +80,27 @@ def test_packs_that_are_large_beside_the_capacity_make_room_for_each_other(
 def test_one_process_alone_is_never_beyond_its_capacity(place: Place) -> None:
     upkeep = place.keeper(10 * SIZE, Clock())
     assert [upkeep.admits(SIZE) for _ in range(12)] == [True] * 10 + [False] * 2
+
+
+def test_a_put_without_room_is_one_round_more_and_no_other(place: Place) -> None:
+    clock, bucket, listings = Clock(), place.bucket(), list[int]()
+    upkeep = Evictor(bucket, 10 * SIZE, place.lease(clock), place.pace, clock)
+    listed = bucket.list
+
+    def count(*args: Any) -> Any:
+        listings.append(1)
+        return listed(*args)
+
+    bucket.list = count
+    upkeep.step()
+    assert not upkeep.admits(11 * SIZE)
+    clock.now += place.pace.full.seconds
+    assert place.pace.full.seconds < place.pace.usual.seconds
+    upkeep.step()
+    assert len(listings) == 2
+    clock.now += place.pace.full.seconds
+    upkeep.step()
+    assert len(listings) == 2
 
 
 def test_a_process_knows_what_others_have_put(place: Place) -> None:

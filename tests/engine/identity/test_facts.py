@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import importlib.util
 import json
 import logging
@@ -31,12 +33,35 @@ from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.marks import LoadedAdapter
 from tiers.engine.adapter_marks import MarksOfRequests, name_of
 from tiers.engine.content_marks import ContentMarks
-from tiers.engine.identity.facts import BackgroundFacts, generation_facts, made_facts, unseen_facts
+from tiers.engine.identity.facts import (
+    BackgroundFacts,
+    generation_facts,
+    made_facts,
+    text_of,
+    unseen_facts,
+)
 from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, answer
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))
+
+
+class Choice(enum.IntEnum):
+    FIRST = 1
+
+
+@dataclasses.dataclass(repr=False)
+class Settings:
+    choice: Any
+
+
+def test_settings_have_one_text_in_every_process_and_others_another() -> None:
+    names = [f"name {number}" for number in range(20)]
+    assert text_of(set(names)) == text_of(frozenset(reversed(names))) == text_of(sorted(names))
+    assert text_of(Choice.FIRST) != text_of(1)
+    assert text_of(Settings({"a", "b"})) == text_of(Settings({"b", "a"}))
+    assert text_of(Settings(Choice.FIRST)) != text_of(Settings(1))
 
 
 @pytest.mark.vllm

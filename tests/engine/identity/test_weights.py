@@ -215,6 +215,23 @@ def test_weights_that_change_while_the_engine_starts_are_nobody_s(model: Path) -
         identity(files, Digests(None).of, since)
 
 
+def test_weights_that_change_behind_the_reading_are_nobody_s(model: Path) -> None:
+    """What the engine loads of them may be what they are now."""
+    config = SimpleNamespace(model=str(model), revision=None)
+    for path in model.iterdir():
+        old(path)
+    files, since = source(config, SimpleNamespace(load_format="auto"), None, 0.0), time.time()
+
+    def digest(path: Path) -> str:
+        found = Digests(None).of(path)
+        time.sleep(0.02)
+        path.touch()
+        return found
+
+    with pytest.raises(FileChanged, match="changed after the engine was"):
+        identity(files, digest, since)
+
+
 @pytest.mark.parametrize("from_hub", [False, True])
 def test_a_link_that_is_moved_while_the_engine_starts_leads_to_nobody_s(
     model: Path, tmp_path: Path, from_hub: bool

@@ -23,7 +23,7 @@ from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared_spec import SharedSpec
-from tiers.store import Block, GatheredBlock, Prefix, TierStore, Waiting
+from tiers.store import Block, Damages, GatheredBlock, Prefix, TierStore, Waiting, capability
 from tiers.testing import Memory, make_key
 
 PAYLOAD = 4096
@@ -169,6 +169,23 @@ def test_a_pack_under_another_s_name_is_a_miss_and_goes(tmp_path: Path) -> None:
     assert store.put(Memory([other], PAYLOAD).fill().blocks) == [True]
     assert store.get(Memory([key, other], PAYLOAD).blocks) == [True, True]
     store.close()
+
+
+def test_a_pack_of_blocks_of_another_length_is_a_miss_and_stays(tmp_path: Path) -> None:
+    keys = [make_key() for _ in range(3)]
+    (tmp_path / "shared").mkdir(0o700)
+    store, other = (
+        SharedSpec(path=tmp_path / "shared").open(StoreContext(length))
+        for length in (PAYLOAD, 2 * PAYLOAD)
+    )
+    assert all(other.put(Memory(keys, 2 * PAYLOAD).fill().blocks))
+    for _ in range(2):
+        assert not any(store.has(keys)) and not any(store.get(Memory(keys, PAYLOAD).blocks))
+    damages = capability(store, Damages)
+    assert damages is not None and damages.damaged() == 0
+    assert all(other.get(Memory(keys, 2 * PAYLOAD).blocks))
+    store.close()
+    other.close()
 
 
 def test_an_index_that_did_not_come_in_time_is_not_damaged(tmp_path: Path) -> None:
