@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from tests.disk.audit import (
     SLOT,
+    folder_of,
     get,
     keys,
     open_disk,
@@ -28,7 +29,7 @@ from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierUnusable
+from tiers.errors import TierNotOpen, TierUnusable
 
 
 @pytest.mark.fault
@@ -196,6 +197,20 @@ def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert get(store, keys(0)) == [True]
     assert len(list((tmp_path / "owners").iterdir())) == 1
+    store.close()
+
+
+def test_a_folder_that_is_lost_stays_open_for_a_verb_in_flight(tmp_path: Path) -> None:
+    """Whichever stores on it were closed before."""
+    first, store = open_disk(tmp_path), open_disk(tmp_path)
+    first.close()
+    folder = folder_of(store)
+    with folder.in_use():
+        folder._lose("it is gone")
+        assert not folder.is_closed
+    assert folder.is_closed
+    with pytest.raises(TierNotOpen, match="it is gone"):
+        store.has(keys(0))
     store.close()
 
 

@@ -409,7 +409,9 @@ def test_another_size_waits_until_the_tier_has_shrunk(tmp_path: Path) -> None:
         before = store.usage()
         with pytest.raises(Exception, match="no slot could be freed"):
             put(store, keys(5000), 60_000)
-        assert before.blocks - 20 < store.usage().blocks < before.blocks
+        now = store.usage()
+        assert before.blocks - 20 < now.blocks < before.blocks
+        assert now.used == now.blocks * 8192, "no slot stays reserved"
     settled(store)
     assert put(store, keys(5000), 60_000) == [True]
     audit(store)
