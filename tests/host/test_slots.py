@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slot_memory import SlotMemory
-from tiers.host.slots import ALIGNMENT, SlotPool, slot_stride
+from tiers.host.slots import ALIGNMENT, IN_USE, SlotPool, slot_stride
 
 SLOTS = 5
 CAPACITY = 3
@@ -170,6 +170,24 @@ def test_a_slot_that_is_renamed_has_one_key_and_the_key_one_slot() -> None:
     pool.release(first.slot)
     assert pool.rename(second.slot, b"k")
     assert pool.find_all([b"k", b"draft"]) == [second.slot, None]
+
+
+def test_all_slots_are_handed_out_however_many_are_in_use() -> None:
+    pool = SlotPool(IN_USE + 2)
+    claims = [pool.claim(b"%d" % number) for number in range(pool.num_slots + 1)]
+    assert [claim and claim.slot for claim in claims] == [*range(pool.num_slots), None]
+
+
+def test_a_slot_is_idle_once_one_alone_uses_it() -> None:
+    pool, idle = SlotPool(1), list[int]()
+    pool.add_evictor(bool, idle.append)
+    for _ in range(3):
+        claim = pool.claim(b"k")
+    assert claim is not None
+    pool.release(claim.slot)
+    assert idle == []
+    pool.release(claim.slot)
+    assert idle == [claim.slot]
 
 
 def test_no_slot_is_none_and_not_an_error() -> None:

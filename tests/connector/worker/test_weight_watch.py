@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from tiers.connector.multi.multi_scheduler import WeightAgreement
 from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.generation import Generation
@@ -66,17 +68,26 @@ def test_weights_that_were_others_in_between_are_not_believed() -> None:
     assert step(watch, b"next").unchanged() is True, "a generation begins with what is there"
     assert step(watch).unchanged() is False, "an order from before it began"
     assert step(watch, b"next").unchanged() is True
+    weights.shown = b"newer"
+    assert step(watch, b"next").unchanged() is False
 
 
-def test_a_step_waits_for_no_look() -> None:
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_waits_for_no_look(ranks: int) -> None:
     weights = Slow()
-    watch = watching(weights)
+    watch = WeightWatch(weights, ranks)
+    assert watch.report() is None, "nothing is looked at yet"
+    watch.begin()
     weights.go.clear()
     weights.shown = b"new"
-    step(watch)
+    watch.bind(WeightOrders(7, {6: True}))  # of a step that looked at nothing here
+    assert watch.report() is None, "it may look yet"
+    watch.stores(b"")
     assert watch.report() is None
     weights.go.set()
-    assert watch.report() == WeightReport(b"", {})
+    seen = {7: Seen(1, unchanged=False)} if ranks == 2 else {}
+    assert watch.report() == WeightReport(b"", seen)
 
 
 def test_a_device_that_fails_shows_nothing() -> None:
@@ -118,6 +129,7 @@ def test_ranks_wait_for_each_other() -> None:
     run(agreement.orders([OffloadingConnectorMetadata()]), looks=False)
     assert not agreement.waits
     assert [one.unchanged_everywhere() for one in first] == [True, True]
+    assert not any(one.waits_for_others() for one in first)
 
     weights[1].shown = b"new"
     second = run(agreement.orders([stores]))
