@@ -12,6 +12,7 @@ from spec.fields import (
     format_size,
     mask_secrets,
     parse_duration,
+    parse_rate,
     parse_size,
 )
 
@@ -52,6 +53,22 @@ def test_what_is_no_size(written: object) -> None:
 def test_durations(written: str, seconds: float) -> None:
     assert parse_duration(written) == seconds
     assert format_duration(seconds) == written
+
+
+@pytest.mark.parametrize(
+    ("written", "rate"),
+    [("200MB/s", 2e8), ("6 GB / m", 1e8), ("86400MB/day", 1e6), ("24MB/d", 24e6 / 86400)],
+)
+def test_rates(written: str, rate: float) -> None:
+    assert parse_rate(written) == rate
+
+
+@pytest.mark.parametrize(
+    "written", ["200MB", "200/s", "8/day", "8KiB/ms", "0MB/s", "-1GB/s", 5, None]
+)
+def test_what_is_no_rate(written: object) -> None:
+    with pytest.raises(ValueError, match=r"s, m, h or day|unit|zero"):
+        parse_rate(written)
 
 
 @pytest.mark.parametrize(

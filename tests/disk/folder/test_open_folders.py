@@ -124,6 +124,11 @@ def test_a_capacity_below_one_block(tmp_path: Path) -> None:
     refused(tmp_path / "tier", f"set at least {SLOT}B", capacity=SLOT - 1)
     refused(tmp_path / "tier", f"set at least {4 * SLOT}B", capacity=3 * SLOT, shares=4)
     assert not (tmp_path / "tier").exists()
+    with opened(tmp_path / "tier") as store:
+        put(store, keys(0))
+        with pytest.raises(TierUnusable, match=f"set at least {SLOT}B"):
+            store.resize(SLOT - 1)
+        assert get(store, keys(0)) == [True]
 
 
 @pytest.mark.fault
