@@ -144,6 +144,7 @@ class HostManager(TierManager):
     def reset(self) -> list[bytes]:
         """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()
+        self.unpin([*self._pinned])
         return self._residency.clear()
 
     # -- another size ------------------------------------------------------------------------
