@@ -224,6 +224,22 @@ def test_a_plugin_s_tier_passes_by_what_is_retained() -> None:
     assert pool.in_use == CAPACITY
 
 
+def test_blocks_beyond_the_end_of_a_pool_that_shrinks_are_dropped() -> None:
+    """Where others took host memory along: such a tier can't be told that a block has moved."""
+    evicted: list[bytes] = []
+    made, pool = manager(Fifo, evicted.append)
+    assert all(store(made, pool, number) for number in range(CAPACITY))
+    slots = pool.find_all([key(number) for number in range(CAPACITY)])
+    stays = [key(number) for number, slot in enumerate(slots) if slot is not None and slot < 2]
+    pool.resize(2)
+    made.resize(0, CAPACITY)
+    while made.is_shrinking:
+        assert made.shrink(64) == []
+    assert pool.take_vacated() == 2 and len(stays) == made.slots_kept() == 2
+    assert {key(number) for number in range(CAPACITY)} == {*evicted, *stays}
+    assert all(slot is not None for slot in pool.find_all(stays))
+
+
 @pytest.mark.parametrize("end", ["evicts it", "fails", "drops it", "is reset"])
 def test_no_slot_stays_for_what_was_retained_and_is_gone(end: str) -> None:
     made, pool = manager(type("Odd", (Hasty,), {"touch": raises}) if end == "fails" else Hasty)

@@ -163,10 +163,10 @@ class HostManager(TierManager):
             self.is_shrinking = False
             return []
         trimmed = self._residency.trim(TRIMMED) if isinstance(self._residency, Resizes) else 0
-        moves: list[SlotMove] = []
-        if not trimmed:
-            moves = [move for slot in self._pool.beyond(most) if (move := self._vacate(slot))]
-        self.is_shrinking = bool(trimmed or moves or self._pool.is_searching)
+        beyond = [] if trimmed else self._pool.beyond(most)
+        moves = [move for slot in beyond if (move := self._vacate(slot))]
+        is_some_free = not all(map(self._pool.references, beyond))
+        self.is_shrinking = bool(trimmed or moves or is_some_free or self._pool.is_searching)
         self._is_resized = self._pool.is_vacating or len(self._residency) > self._max_blocks
         return moves
 
