@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from bench.scheduled import Step
 from tests.support.clock import Clock
+from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Admission, Tenants, ThresholdAdmission
 from tiers.connector.scheduler.jobs import Jobs
@@ -16,9 +19,10 @@ from tiers.connector.scheduler.tier import Tier
 from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.connector.scheduler.tier_stores import Offers, TierStores
-from tiers.contract.engine_info import EngineInfo
+from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import SlotPool
+from tiers.lab.replay.requests import CachedRequests
 from tiers.wrappers.guard import HEALTHY
 
 
@@ -70,16 +74,41 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
     assert admission.refuses(b"key", 10**9) == "store_dropped_budget"
 
 
-def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    requests, offers = RequestTable(EngineInfo({}, 4, 4, 9)), Offers([7], [b"key"], [1])
+class Empty(TierManager):
+    def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
+        return [True] * len(keys)
+
+
+def stores_of(requests: RequestTable, clock: Clock, slots: int) -> tuple[Tier, TierStores]:
     events = KVEvents(Place("tier", "STORAGE", True), requests)
     tier = Tier("tier", requests, rules(clock), Tenants("tier", {}), events)
-    tier.opened(OpenTier(TierManager(), SlotPool(1), block_bytes=1))
-    stores = TierStores(tier, Jobs(1), TierHints(tier, clock), promote=False)
-    tier.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
+    tier.opened(OpenTier(Empty(), SlotPool(slots), block_bytes=1))
+    tier.update({0: HEALTHY})
+    return tier, TierStores(tier, Jobs(1), TierHints(tier, clock), promote=False)
+
+
+def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
+    offers = Offers([7], [b"key"], [1])
+    tier, stores = stores_of(RequestTable(EngineInfo({}, 4, 4, 9)), clock, slots=1)
+    tier.update({1: HEALTHY._replace(writes=False)})
     assert stores.claim(offers, [True]) == ({}, {7: "store_dropped_down"})
     tier.update({1: HEALTHY})
     assert list(stores.claim(offers, [True]).items) == [7]
+
+
+def test_what_the_engine_gives_away_before_there_is_room_holds_nothing_back(clock: Clock) -> None:
+    groups = KVGroup(4), KVGroup(4, window=4)
+    requests = RequestTable(EngineInfo({}, 4, 4, 9, groups=groups))
+    _, stores = stores_of(requests, clock, slots=16)
+    state = requests.of(FakeRequest("r", block_hashes=[b"a", b"b", b"c"]))
+    stores.slots_pinned = 8
+    full = requests.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2], [5, 6]))))
+    assert stores.orders(full) == ([], [])
+    stores.slots_pinned = 0
+    again = CachedRequests(["r"], set(), [([3], [7])], [8])
+    (job,), _ = stores.orders(requests.begin_step(Step([], {"r": 4}, again)))
+    assert [item.source for item in job.items] == [1, 2, 6, 3, 7]
+    assert not state.waits
 
 
 def test_a_tier_may_have_on_its_way_what_it_stores_in_ten_seconds(clock: Clock) -> None:
