@@ -369,6 +369,8 @@ def test_more_adapters_than_are_told_apart(
         False
     ] * 2
     assert len(caplog.records) == 1
+    seen.after(adapter(folder, "a"), Model(1, {"q": Layer(2)}))
+    assert not seen.may_store(name_of(adapter(folder, "a"))), "those that are, still are"
 
 
 # -- the scheduler's thread ----------------------------------------------------------------------

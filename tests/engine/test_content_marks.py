@@ -156,6 +156,23 @@ def test_a_name_of_content_that_was_not_seen_once_is_not_stored_with_it() -> Non
     assert not marks.of(asked("2", seen("avatar", RED))).shared
 
 
+def test_which_tokens_an_image_fills_counts() -> None:
+    """Block hashes show where its tokens begin, and not between which of them others are."""
+    images = [seen("a", RED) for _ in range(3)]
+    images[1].mm_position.is_embed = torch.tensor([True, True, False, True])
+    images[2].mm_position.is_embed = torch.tensor([True, False, True, True])
+    marks = [process().of(asked("1", image)).steps[0] for image in images]
+    assert len(set(marks)) == 3
+
+
+def test_so_many_names_are_remembered() -> None:
+    marks = ContentMarks(False, room=2)
+    for name in "abc":
+        marks.of(asked(name, seen(name, RED)))
+    assert not marks.of(asked("1", seen("b", BLUE))).shared
+    assert marks.of(asked("2", seen("a", BLUE))).shared, "the engine has long forgotten it, too"
+
+
 def test_blocks_before_an_image_are_those_of_their_tokens() -> None:
     mark = process().of(asked("1", seen("a", RED, at=20), seen("b", BLUE, at=40)))
     (_, first), (_, both) = mark.steps
@@ -176,7 +193,8 @@ def test_images_that_are_added_while_a_request_runs_count() -> None:
     before = list(marks.of(request).steps)
     request.mm_features.append(seen("b", BLUE, at=40))
     assert marks.of(request).steps[:1] == before
-    assert len(marks.of(request).steps) == 2
+    both = asked("2", seen("a", RED), seen("b", BLUE, at=40))
+    assert marks.of(request).steps == process().of(both).steps
 
 
 def test_a_request_waits_for_nothing_but_its_own_images() -> None:
@@ -410,13 +428,15 @@ def test_what_a_name_stood_for_is_open_while_its_digest_is_missing() -> None:
     marks = process()
     first, video = (
         asked("1", seen("avatar", torch.rand(4))),
-        asked("2", seen("film", torch.rand(5000))),
+        asked("2", seen("film", torch.rand(5000)), seen("clip", torch.rand(5000), at=8)),
     )
-    for late in (first, video):
+    gone = asked("6", seen("house", torch.rand(4)))
+    for late in (first, video, gone):
         assert not marks.ready(late)
         assert marks.give_up(late) and not marks.give_up(late)
         assert marks.ready(late) and not marks.of(late).shared and marks.of(late).steps
-    marks._given_up["1"][0].content.result()
+    for late in (first, gone):
+        marks._given_up[late.request_id][0].content.result()
     same = asked("3", *first.mm_features)
     assert not marks.of(same).shared, "the first may have another image, for all that is known yet"
     marks.forget("1")
@@ -424,6 +444,8 @@ def test_what_a_name_stood_for_is_open_while_its_digest_is_missing() -> None:
     assert marks.of(asked("4", *first.mm_features)).shared
     marks.forget("2")
     assert not marks.of(asked("5", seen("film", torch.rand(2)))).shared, "it was never digested"
+    marks.forget("6")
+    assert not marks.of(asked("7", seen("house", torch.rand(4)))).shared, "it was another image"
     assert not marks._undigested and not marks._given_up
 
 
@@ -453,7 +475,10 @@ def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) ->
 def test_a_counter_is_never_trusted() -> None:
     image = asked("1", seen("renderer0-mm-1-image-0", RED))
     assert media_marks(configured(), 100, True).of(image).steps == []
+    assert media_marks(configured(caching=False), 100, True).of(image).steps == []
+    assert media_marks(configured(cache_gb=0), 100, True).of(image).steps == []
     assert media_marks(configured(False, 0), 100, True).of(image).steps != []
+    assert media_marks(configured(), 100, False).of(image).steps != [], "names are not trusted"
     assert media_marks(configured(media=False), 100, False).of(image).steps == []
 
 
