@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tiers.connector.policy.choice import clip, stitched
-from tiers.contract.block_groups import WAVE
+from tiers.connector.policy.choice import behind, clip, stitched
+from tiers.contract.block_groups import COMPLETE, WAVE
 
 Asked = list[range]
 
@@ -71,6 +71,10 @@ def test_nobody_is_asked_for_more_than_it_can_add() -> None:
     assert found.stop == WAVE
     assert upper == [range(WAVE), range(WAVE, 5 * WAVE)], "not beyond the gap"
     assert lower == [range(WAVE, 5 * WAVE)]
+    lower.clear()
+    levels = {0: lambda blocks: [COMPLETE] * len(blocks), 1: tier(whole, lower)}
+    assert stitched(levels, range(9 * WAVE), window=1).stop == 9 * WAVE
+    assert lower == [], "windows, too"
 
 
 def test_shares_shrink_with_what_the_engine_takes() -> None:
@@ -79,3 +83,9 @@ def test_shares_shrink_with_what_the_engine_takes() -> None:
     assert clip(shares, 5) == {0: [range(2, 4), range(6, 7)], 1: [range(4, 6)]}
     assert clip(shares, 2) == {0: [range(2, 4)]}
     assert clip(shares, 0) == clip({}, 3) == {}
+
+
+def test_of_a_prefix_another_tier_loads_the_first_blocks() -> None:
+    shares = {0: [range(2), range(4, 6)], 1: [range(2, 4)]}
+    assert behind(shares, {1: [range(2)]}) == {1: [range(2), range(2, 4)], 0: [range(4, 6)]}
+    assert behind(shares, {1: [range(1)]})[0] == [range(1, 2), range(4, 6)]

@@ -21,10 +21,12 @@ def request_of(request_id: str, text: str) -> FakeRequest:
 class Setting:
     """A chain in which `a` loads some blocks, and a clock."""
 
-    def __init__(self, loads: str, first: int = 0, windows: bool = False) -> None:
+    def __init__(
+        self, loads: str, first: int = 0, windows: bool = False, drops: bool = False
+    ) -> None:
         self.time = 0.0
         groups = (KVGroup(TOKENS, 6),) if windows else ()
-        info = EngineInfo({}, TOKENS, TOKENS // 2, num_blocks=99, groups=groups)
+        info = EngineInfo({}, TOKENS, TOKENS // 2, num_blocks=99, groups=groups, drops_last=drops)
         self.requests = RequestTable(info, now=lambda: self.time, max_wait=10.0)
         self.sharing = LoadSharing(info)
         self.begin("a", loads, first)
@@ -86,11 +88,14 @@ def test_nobody_waits_for_a_block_that_the_engine_does_not_take_from_its_cache()
     request.num_tokens = TOKENS  # all of it is that block, whose last token is computed
     state.request = request
     assert not setting.sharing.joins(state, 0, TOKENS)
+    assert not Setting("p", drops=True).joins("p"), "it drops the last that it finds"
+    assert Setting("pppp", drops=True).joins("pppp")
 
 
 def test_windows_are_found_at_the_end_of_a_load_alone() -> None:
     assert Setting("pppp", windows=True).joins("ppppxx")
     assert not Setting("ppppyy", windows=True).joins("ppppxx")
+    assert not Setting("pppp", windows=True, drops=True).joins("ppppxx"), "its end is dropped"
 
 
 def test_who_waits_goes_on_when_the_load_has_ended() -> None:
@@ -139,6 +144,7 @@ def test_the_later_of_two_loads_counts_until_it_ends() -> None:
         setting.end(name)
         setting.forget(name)
     assert not setting.waits("c")
+    assert not setting.sharing._loaders, "nothing is kept of them"
 
 
 def test_those_who_have_waited_do_not_wait_for_one_who_comes_anew() -> None:

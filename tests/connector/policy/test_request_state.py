@@ -7,13 +7,16 @@ import pytest
 from bench.scheduled import Step
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep, first_step
+from tiers.connector.policy.request_params import UNLIMITED
 from tiers.connector.policy.request_state import (
     NO_BLOCKS,
+    RequestState,
     RequestTable,
     WaitBudget,
     lookup_seconds,
 )
 from tiers.contract.engine_info import EngineInfo, KVGroup
+from tiers.contract.marks import MediaMark, RequestMark
 from tiers.lab.replay.requests import CachedRequests
 
 
@@ -115,3 +118,12 @@ def test_what_an_answer_computes_since_the_weights_changed_is_not_older() -> Non
         table.begin_step(Step([], {"r": 1}, again))
     table.begin_step(FakeStep({"o": 1}, FakeNewRequest("o", 16, ([1, 4, 7], [2, 3, 5, 6, 8]))))
     assert not other.is_outdated
+
+
+@pytest.mark.parametrize("why", ["limits", "a reset", "its adapter", "its media"])
+def test_what_may_not_be_stored_is_not(why: str) -> None:
+    marks = RequestMark(shared=why != "its adapter"), MediaMark(shared=why != "its media")
+    budget = WaitBudget(Clock())
+    state = RequestState(FakeRequest(), UNLIMITED, *marks, budget, why != "limits", "all")
+    state.is_outdated = why == "a reset"
+    assert not state.stores

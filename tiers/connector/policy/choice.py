@@ -158,8 +158,8 @@ NOT_OWNED = -1
 
 def _owners(answers: Mapping[int, Sequence[int]], least: int, count: int) -> list[int]:
     """For each of the first `count` blocks the first child that holds at least `least` of it."""
-    if len(answers) == 1 and least == NO_WINDOW:
-        return [*answers] * count  # there is no gap among them
+    if len(answers) == 1:
+        return [*answers] * count  # a gap ends them, and the last are held whole
     owners = [NOT_OWNED] * count
     for child, held in reversed([*answers.items()]):
         pairs = zip(owners, held[:count], strict=True)

@@ -68,7 +68,7 @@ class LoadSharing:
         if loader.wait_budget.left() > request_state.wait_budget.left() + LOOKUP_SECONDS:
             return False
         shared = self._shared(request, range(start, stop), loader.load)
-        if not shared or 2 * shared < max(tokens // self._size, len(loader.load)):
+        if 2 * shared < max(tokens // self._size, len(loader.load)):
             return False
         # Whoever loads does not wait for another.
         self.ends(request_state)
