@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,16 +18,19 @@ from tests.support.clock import wait_for
 from tests.support.kept import kept
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
+from tiers.connector.worker import offloading_worker
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.offloading_worker import MOST_ENDS, OffloadingWorker, Puts
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreItem, StoreJob
 from tiers.contract.pool_size import PoolSize
 from tiers.contract.weight_reports import WeightOrders
+from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import open_copier
 from tiers.store import Block, PutCounts
 from tiers.testing import FaultyStore, GivenSpec, MemoryStore, SlowStore
 from tiers.wrappers.guard import Guarded
+from tiers.wrappers.opening import open_guarded
 
 JOBS = 3 * MOST_ENDS + 10
 
@@ -106,6 +110,30 @@ def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:
     worker.shutdown()
     for part in ("load", "read"):
         assert sum(name.startswith(f"kvtiers-{part}-many_") for name in names) == 5
+
+
+def test_a_store_that_opens_while_its_settings_change_has_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4)
+    host = HostSlots(engine, PoolSize(0, 1 << 12, 0, 1), open_copier)
+    before = {"path": tmp_path, "capacity": "64MiB"}
+    spec = DiskSpec.model_validate(before)
+    changed = DiskSpec.model_validate({**before, "capacity": "32MiB", "deadline": "7s"})
+    worker = OffloadingWorker(spec, host, drain=10.0)
+
+    def open_late(*args: Any, **more: Any) -> Guarded:
+        store = open_guarded(*args, **more)
+        worker.resize(changed)
+        worker.retune(changed)
+        return store
+
+    monkeypatch.setattr(offloading_worker, "open_guarded", open_late)
+    worker.register_kv_caches({"layer": torch.zeros(4, 64, dtype=torch.uint8)})
+    store = worker._store
+    assert store is not None and store.usage().capacity == 32 << 20
+    assert {breaker.deadline for breaker in store._names} == {7.0}
+    worker.shutdown()
 
 
 def test_an_engine_that_ends_waits_for_what_is_being_stored() -> None:
