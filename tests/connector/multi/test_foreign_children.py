@@ -8,7 +8,11 @@ import pytest
 
 from spec.chain import LOAD_POLICIES, LoadPolicy
 from tests.support.children import BlockTier, Tier, chain
+from tests.support.clock import Clock
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.policy.request_state import RequestTable
+from tiers.contract.engine_info import EngineInfo
 
 
 class Foreign(Tier):
@@ -71,3 +75,18 @@ def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPoli
         assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
         multi.update_state_after_alloc(request, BLOCKS, 40)
         multi.build_connector_meta(first_step("r", 40, 1))
+
+
+def test_what_a_request_waits_for_its_answers_is_taken_from_its_time() -> None:
+    clock, foreign = Clock(), Foreign(None)
+    engine = EngineInfo({}, 4, 4, 0, caches_prefixes=False)
+    requests = RequestTable(engine, now=clock, max_wait=2.0)
+    multi = MultiScheduler([foreign], settings=MultiSettings("first", requests=requests))
+    for _ in range(2):
+        assert multi.get_num_new_matched_tokens(FakeRequest(), 0)[0] is None
+        clock.now += 60
+        foreign.tokens = 40
+        assert multi.get_num_new_matched_tokens(FakeRequest(), 0) == (40, True)
+        foreign.tokens = None
+    foreign.tokens = 40
+    assert multi.get_num_new_matched_tokens(FakeRequest(), 0) == (0, False), "it is over"
