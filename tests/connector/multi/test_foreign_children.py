@@ -18,6 +18,8 @@ from tiers.contract.engine_info import EngineInfo
 class Foreign(Tier):
     """Writes down for which requests, and from which token on, it was asked."""
 
+    limits_requests = False
+
     def __init__(self, tokens: int | None = 0) -> None:
         super().__init__(tokens=tokens)
         self.asked: list[tuple[str, int]] = []
@@ -67,6 +69,16 @@ def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: LoadPoli
     assert multi.get_num_new_matched_tokens(request, 0) == (40, True), "another of the same name"
 
 
+def test_a_chain_within_the_chain_knows_itself_what_it_failed_to_load() -> None:
+    inner = Foreign(40)
+    inner.limits_requests = True
+    multi, request = chain(inner, BlockTier("x", tokens=4)), FakeRequest()
+    for _ in range(2):
+        assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
+        multi.update_state_after_alloc(request, BLOCKS, 40)
+        multi.build_connector_meta(IDLE_STEP)
+
+
 @pytest.mark.parametrize("policy", LOAD_POLICIES)
 def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPolicy) -> None:
     multi = chain(Foreign(40), BlockTier("x", tokens=4), load=policy)
@@ -78,7 +90,8 @@ def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPoli
 
 
 def test_what_a_request_waits_for_its_answers_is_taken_from_its_time() -> None:
-    clock, foreign = Clock(), Foreign(None)
+    clock = Clock()
+    foreign: Any = Foreign(None)
     engine = EngineInfo({}, 4, 4, 0, caches_prefixes=False)
     requests = RequestTable(engine, now=clock, max_wait=2.0)
     multi = MultiScheduler([foreign], settings=MultiSettings("first", requests=requests))

@@ -116,6 +116,14 @@ def test_an_engine_that_takes_fewer_tokens_cuts_the_last_pieces() -> None:
         assert sum(shown.values()) == tokens
 
 
+def test_a_limit_is_one_of_all_pieces_together() -> None:
+    params = {"kvtiers": {"max_load_tokens": 24}}
+    for second, tokens in ((40, 16), (24, 24)):
+        multi = listed(Connector(16), Connector(second))
+        request = FakeRequest(kv_transfer_params=params)
+        assert multi.get_num_new_matched_tokens(request, 0) == (tokens, True)
+
+
 def ordered(*connectors: Connector) -> tuple[MultiWorker, MultiConnectorMetadata]:
     """A worker that has begun to load a request of 38 tokens, 18 of them from the second."""
     multi, request = listed(*connectors), FakeRequest(num_tokens=38)
