@@ -480,6 +480,9 @@ def test_a_counter_is_never_trusted() -> None:
     assert media_marks(configured(False, 0), 100, True).of(image).steps != []
     assert media_marks(configured(), 100, False).of(image).steps != [], "names are not trusted"
     assert media_marks(configured(media=False), 100, False).of(image).steps == []
+    few, many = (media_marks(configured(), tokens, False) for tokens in (100, 1 << 20))
+    assert isinstance(few, ContentMarks) and isinstance(many, ContentMarks)
+    assert (few._room, many._room) == (1 << 16, 1 << 18)
 
 
 def test_a_hosted_chain_refuses_what_it_can_not_tell_apart() -> None:

@@ -90,6 +90,13 @@ def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
     assert (first, other) == (omitted, ())
 
 
+def test_a_request_may_ask_that_nothing_of_it_is_stored() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    for store in (False, True):
+        params = {"kvtiers": {"store": store}}
+        assert table.of(FakeRequest(str(store), kv_transfer_params=params)).stores is store
+
+
 def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a_prompt() -> None:
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     request_state = table.of(FakeRequest("r", block_hashes=[b"a", b"b"]))
