@@ -349,6 +349,18 @@ def test_what_is_loaded_within_a_step_is_not_stored_by_others(
     ]
 
 
+def test_a_request_whose_load_has_ended_has_been_decided_about(
+    multi: Both, scripts: list[Script]
+) -> None:
+    """Engines call again then, without tokens; `store: computed` goes by what was loaded."""
+    for script, tokens in zip(scripts, (0, 32, 0), strict=True):
+        script.answers["get_num_new_matched_tokens"] = (tokens, tokens > 0)
+    multi.get_num_new_matched_tokens(REQUEST, 8)
+    for tokens in (32, 0):
+        multi.update_state_after_alloc(REQUEST, BLOCKS, tokens)
+        assert multi._requests.of(REQUEST).loads == range(2, 10)
+
+
 @pytest.mark.parametrize(
     "member", ["set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"]
 )
