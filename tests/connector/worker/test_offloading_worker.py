@@ -35,6 +35,12 @@ from tiers.wrappers.opening import open_guarded
 JOBS = 3 * MOST_ENDS + 10
 
 
+def host_slots(slots: int, ranks: int = 1) -> HostSlots:
+    """Host memory of so many slots, of 4 KiB at most."""
+    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4, world_size=ranks)
+    return HostSlots(engine, PoolSize(0, slots << 12, 0, ranks), open_copier)
+
+
 class Counted(OrderedDict[int, Any]):
     """Stores in flight; counts those that anybody looks at one after the other."""
 
@@ -52,10 +58,8 @@ class Lagging:
     def __init__(self) -> None:
         slow = SlowStore(MemoryStore())
         self.pace = slow.pace
-        engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4)
-        host = HostSlots(engine, PoolSize(0, JOBS << 12, 0, 1), open_copier)
         spec = GivenSpec(type="given").over(FaultyStore(slow))
-        self.worker = OffloadingWorker(spec, host, drain=10.0)
+        self.worker = OffloadingWorker(spec, host_slots(JOBS), drain=10.0)
         self.worker.register_kv_caches({"layer": torch.zeros(4, 64, dtype=torch.uint8)})
         self.worker._stores = Counted()
         Counted.looked = 0
@@ -102,10 +106,8 @@ def test_a_step_looks_at_few_stores_and_reports_the_end_of_each_once(lagging: La
 
 
 def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:
-    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4)
-    host = HostSlots(engine, PoolSize(0, 1 << 12, 0, 1), open_copier)
     spec = GivenSpec.model_validate({"type": "given", "name": "many", "loads_at_once": 5})
-    worker = OffloadingWorker(spec, host, drain=10.0)
+    worker = OffloadingWorker(spec, host_slots(1), drain=10.0)
     names = [thread.name for thread in threading.enumerate()]
     worker.shutdown()
     for part in ("load", "read"):
@@ -115,12 +117,10 @@ def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:
 def test_a_store_that_opens_while_its_settings_change_has_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4)
-    host = HostSlots(engine, PoolSize(0, 1 << 12, 0, 1), open_copier)
     before = {"path": tmp_path, "capacity": "64MiB"}
     spec = DiskSpec.model_validate(before)
     changed = DiskSpec.model_validate({**before, "capacity": "32MiB", "deadline": "7s"})
-    worker = OffloadingWorker(spec, host, drain=10.0)
+    worker = OffloadingWorker(spec, host_slots(1), drain=10.0)
 
     def open_late(*args: Any, **more: Any) -> Guarded:
         store = open_guarded(*args, **more)
@@ -147,8 +147,7 @@ def test_an_engine_that_ends_waits_for_what_is_being_stored() -> None:
 
 @pytest.mark.parametrize(("ranks", "rate"), [(2, None), (1, "4KiB/day")], ids=["verdict", "rate"])
 def test_an_engine_that_ends_waits_for_no_verdict_and_no_rate(ranks: int, rate: str | None) -> None:
-    engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4, world_size=ranks)
-    host = HostSlots(engine, PoolSize(0, 4 << 12, 0, ranks), open_copier)
+    host = host_slots(4, ranks)
     spec = GivenSpec.model_validate({"type": "given", "store_rate": rate}).over(MemoryStore())
     worker = OffloadingWorker(spec, host, drain=20.0)
     worker.register_kv_caches({"layer": torch.zeros(4, 64, dtype=torch.uint8)})
