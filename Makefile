@@ -34,6 +34,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
+# A list that could not be made whole is made again.
+.DELETE_ON_ERROR:
 .PHONY: demo test faults test-next compatibility install-test test-python gpu gpu-wheels \
 	gpu-engine gpu-engine-parts lint clean
 
@@ -68,14 +70,17 @@ install-test:
 
 OTHER_PYTHON = build/$(if $(OLDEST),oldest-)$(notdir $(PYTHON))
 
-test-python:
+test-python: $(if $(OLDEST),build/oldest.txt)
 	$(PYTHON) -m venv $(if $(OLDEST),,--system-site-packages) $(OTHER_PYTHON)
-	$(PYTHON) -c 'import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-		extras = [p["optional-dependencies"][name] for name in ("object", "encryption", "top")]; \
-		print(*(re.sub(">=([0-9.]+).*", r"==\1", d) for d in sum(extras, p["dependencies"])), sep="\n")' > build/oldest.txt
 	$(OTHER_PYTHON)/bin/python -m pip --disable-pip-version-check install -q -e ".[demo,dev]" msgspec pyzmq \
 		$(if $(OLDEST),-c build/oldest.txt)
 	$(OTHER_PYTHON)/bin/python -m pytest -n 2 --dist loadfile -m "not vllm and not faults and not compatibility" $(ARGS)
+
+build/oldest.txt: pyproject.toml
+	mkdir -p build
+	$(PYTHON) -c 'import re, tomllib; p = tomllib.load(open("$<", "rb"))["project"]; \
+		extras = [p["optional-dependencies"][name] for name in ("object", "encryption", "top")]; \
+		print(*(re.sub(">=([0-9.]+).*", r"==\1", d) for d in sum(extras, p["dependencies"])), sep="\n")' > $@
 
 gpu:
 	[ ! -d build/wheels ] || $(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index \

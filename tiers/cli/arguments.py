@@ -199,7 +199,7 @@ def bars(auto_refresh: bool = True) -> Progress:
         TextColumn("{task.description}"),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=console.quiet,
         auto_refresh=auto_refresh,
     )
 

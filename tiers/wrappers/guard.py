@@ -518,9 +518,9 @@ class _Attempt:
 
 
 def _count(verb: str, found: object) -> int:
-    """A number of blocks that a store reports. Raises TierError for anything else."""
+    """A number of blocks or bytes that a store reports. Raises TierError for anything else."""
     if type(found) is not int or not 0 <= found < MAX_COUNT:
-        raise TierError(f"{verb} answered {found!r:.80}, not a number of blocks")
+        raise TierError(f"{verb} answered {found!r:.80}, not a number of blocks or bytes")
     return found
 
 

@@ -165,6 +165,7 @@ class HostManager(TierManager):
         trimmed = self._residency.trim(TRIMMED) if isinstance(self._residency, Resizes) else 0
         beyond = [] if trimmed else self._pool.beyond(most)
         moves = [move for slot in beyond if (move := self._vacate(slot))]
+        # What was dropped leaves the pool's search when that looks at it again.
         is_some_free = not all(map(self._pool.references, beyond))
         self.is_shrinking = bool(trimmed or moves or is_some_free or self._pool.is_searching)
         self._is_resized = self._pool.is_vacating or len(self._residency) > self._max_blocks
