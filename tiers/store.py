@@ -326,6 +326,14 @@ def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
     return store if isinstance(store, kind) else None
 
 
+def required(store: TierStore, kind: type[Capability]) -> Capability:
+    """As `capability`, of a store that has it. Raises TierError."""
+    found = capability(store, kind)
+    if found is None:
+        raise TierError(f"the store has no {kind.__name__}")
+    return found
+
+
 _waits: ContextVar[Callable[[], float]] = ContextVar("waits", default=lambda: math.inf)
 
 
@@ -386,23 +394,21 @@ def _has(store: type, kind: type) -> bool:
 
 
 class StoreWrapper(Capable):
-    """A TierStore over another, which it owns: hands every verb on, unless a subclass overrides it.
+    """A TierStore over another, which it owns: hands the five verbs on, unless a subclass overrides
+    them.
 
-    It has the capabilities that the inner store has now; ask `capability`, not isinstance.
+    It has the capabilities that the inner store has now; ask `capability`, not isinstance. One that
+    a subclass has all methods of is the wrapper's, any other the inner store's own.
     """
 
     def __init__(self, store: TierStore) -> None:
         self._inner = store
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """This wrapper as one that has a capability, or None."""
-        return None if capability(self._inner, kind) is None else cast(Capability, self)
-
-    def _inner_as(self, kind: type[Capability]) -> Capability:
-        found = capability(self._inner, kind)
-        if found is None:
-            raise TierError(f"the store has no {kind.__name__}")
-        return found
+        """This wrapper, or the store in it, as one that has a capability, or None."""
+        inner = capability(self._inner, kind)
+        own = None if inner is None else super().capability(kind)
+        return inner if own is None else own
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.has(keys)
@@ -418,53 +424,6 @@ class StoreWrapper(Capable):
 
     def close(self) -> None:
         self._inner.close()
-
-    # -- only with the capability ------------------------------------------------------------
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._inner_as(LocalIndex).peek(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._inner_as(Touch).touch(keys)
-
-    def clear(self, namespace: bytes) -> bool:
-        return self._inner_as(Clear).clear(namespace)
-
-    def damaged(self) -> int:
-        return self._inner_as(Damages).damaged()
-
-    def pack_blocks(self) -> int:
-        return self._inner_as(Packs).pack_blocks()
-
-    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
-        return self._inner_as(Packs).held_prefix(prompts)
-
-    def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
-        return self._inner_as(PacksWindows).held_blocks(prompts)
-
-    def forget(self) -> None:
-        self._inner_as(Remembers).forget()
-
-    def counts(self) -> PutCounts:
-        return self._inner_as(Counts).counts()
-
-    def reach(self) -> None:
-        self._inner_as(Reaches).reach()
-
-    def warning(self) -> str:
-        return self._inner_as(Warns).warning()
-
-    def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
-        return self._inner_as(Recent).recent(namespace, count, before)
-
-    def usage(self) -> Usage:
-        return self._inner_as(Measured).usage()
-
-    def resize(self, capacity: int) -> None:
-        self._inner_as(Resizable).resize(capacity)
-
-    def describe(self) -> str:
-        return self._inner_as(Described).describe()
 
 
 def each(verb: str, answers: object, count: int) -> list[bool]:

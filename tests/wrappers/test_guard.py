@@ -586,7 +586,8 @@ LIES: dict[str, tuple[tuple[Any, ...], Any, Any, Sequence[Any]]] = {
 def test_what_is_no_answer_is_a_miss(clock: Clock, verb: str, odd: Any) -> None:
     args, right, miss, _ = LIES[verb]
     answers = [odd, right]
-    store = type("Lying", (Store,), {verb: lambda *args: answers.pop()})()
+    verbs = dict.fromkeys(("pack_blocks", "held_prefix", verb), lambda *args: answers.pop())
+    store = type("Lying", (Store,), verbs)()
     guarded = Guarded(store, "t", clock=clock)
     assert getattr(guarded, verb)(*args) == right
     assert getattr(guarded, verb)(*args) == miss

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import pytest
 
+import tiers.store
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import HEADER_BYTES, digest
 from tiers.errors import TierError, TierUnavailable
-from tiers.store import Block, Damages, TierStore, capability
-from tiers.testing import Memory, StoreContract, make_key
+from tiers.store import Block, Damages, LocalIndex, TierStore, capability, required
+from tiers.testing import FaultyStore, Memory, SlowStore, StoreContract, make_key
 from tiers.wrappers import integrity
+from tiers.wrappers.encryption import EncryptedStore
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.put_process import PutsApart
 
 SIZE = 4096
 
@@ -375,7 +378,20 @@ class TestVerified(StoreContract):
 def test_what_the_store_can_not_is_an_error_of_a_tier() -> None:
     """As where it could when it was asked, and was opened anew since."""
     with pytest.raises(TierError, match="no LocalIndex"):
-        VerifiedStore(Store(StoreContext(record_bytes(SIZE))), SIZE).peek([])
+        required(VerifiedStore(Store(StoreContext(record_bytes(SIZE))), SIZE), LocalIndex)
+
+
+CAPABILITIES = [kind for kind in vars(tiers.store).values() if getattr(kind, "_is_protocol", False)]
+
+
+@pytest.mark.parametrize(
+    "wrapper", [VerifiedStore, EncryptedStore, PutsApart, SlowStore, FaultyStore]
+)
+def test_a_wrapper_has_all_methods_of_a_capability_or_none(wrapper: type) -> None:
+    """With some of them it would be passed by, as one that encrypts must not be."""
+    for kind in CAPABILITIES:
+        found = {hasattr(wrapper, name) for name in vars(kind) if not name.startswith("_")}
+        assert len(found) == 1 or kind is Protocol, kind
 
 
 def test_it_counts_damage_whatever_the_store_can() -> None:

@@ -56,12 +56,14 @@ from tiers.remote.object_spec import ObjectSpec
 from tiers.store import (
     Block,
     GatheredBlock,
+    Measured,
     Prefix,
     PutCounts,
     Resizable,
     Waiting,
     batch_blocks,
     capability,
+    required,
 )
 from tiers.testing import GivenSpec, Memory, MemoryStore, make_key
 from tiers.wrappers import put_process, put_server
@@ -698,7 +700,7 @@ def test_a_new_capacity_outlives_the_process(store: PutsApart, tmp_path: Path) -
     with pytest.raises(TierUnavailable):
         put(store, keys())
     put(store, keys())
-    assert store.usage().capacity == more
+    assert required(store, Measured).usage().capacity == more
 
 
 def test_a_new_capacity_outlives_a_process_that_has_yet_to_open(tmp_path: Path) -> None:
@@ -707,7 +709,7 @@ def test_a_new_capacity_outlives_a_process_that_has_yet_to_open(tmp_path: Path) 
     store.resize(of.capacity // 2)
     wait_until(lambda: store._process is None or store._process.has_answered())
     assert put(store, keys()) == [True] * 3 and not in_the_engine(store)
-    assert store.usage().capacity == of.capacity // 2
+    assert required(store, Measured).usage().capacity == of.capacity // 2
     store.close()
 
 

@@ -15,7 +15,16 @@ from typing import Self, TypeVar
 from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
-from tiers.store import Block, Capability, LocalIndex, StoreWrapper, TierStore
+from tiers.store import (
+    Block,
+    Capability,
+    Clear,
+    LocalIndex,
+    StoreWrapper,
+    TierStore,
+    Touch,
+    required,
+)
 
 Answer = TypeVar("Answer")
 
@@ -105,16 +114,16 @@ class _Tried(StoreWrapper, ABC):
         return self._call("has", partial(super().has, keys))
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._call("peek", partial(super().peek, keys))
+        return self._call("peek", partial(required(self._inner, LocalIndex).peek, keys))
 
     def drop(self, keys: Sequence[bytes]) -> None:
         self._call("drop", partial(super().drop, keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._call("touch", partial(super().touch, keys))
+        self._call("touch", partial(required(self._inner, Touch).touch, keys))
 
     def clear(self, namespace: bytes) -> bool:
-        return self._call("clear", partial(super().clear, namespace))
+        return self._call("clear", partial(required(self._inner, Clear).clear, namespace))
 
 
 class SlowStore(_Tried):

@@ -36,6 +36,7 @@ from tiers.store import (
     TierStore,
     Touch,
     each,
+    required,
 )
 from tiers.wrappers.integrity import StagedStore
 
@@ -204,7 +205,7 @@ class EncryptedStore(StagedStore):
         return self._under_any("has", self._inner.has, keys)
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._under_any("peek", self._inner_as(LocalIndex).peek, keys)
+        return self._under_any("peek", required(self._inner, LocalIndex).peek, keys)
 
     def _under_any(
         self, verb: str, ask: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
@@ -218,15 +219,18 @@ class EncryptedStore(StagedStore):
                     held[place] = answer
         return held
 
+    def pack_blocks(self) -> int:
+        return required(self._inner, Packs).pack_blocks()
+
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
         """As the store, under the names of the cipher that finds most."""
-        ask = self._inner_as(Packs).held_prefix
+        ask = required(self._inner, Packs).held_prefix
         found = [ask([*map(cipher.names.of, prompts)]) for cipher in self._ciphers]
         return [max(counts) for counts in zip(*found, strict=True)]
 
     def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
         """As the store, under the name of any cipher."""
-        ask = self._inner_as(PacksWindows).held_blocks
+        ask = required(self._inner, PacksWindows).held_blocks
         found = [ask([*map(cipher.names.of, prompts)]) for cipher in self._ciphers]
         return [[*map(any, zip(*held, strict=True))] for held in zip(*found, strict=True)]
 
@@ -274,9 +278,9 @@ class EncryptedStore(StagedStore):
         self._inner.drop(self._names(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._inner_as(Touch).touch(self._names(keys))
+        required(self._inner, Touch).touch(self._names(keys))
 
     def clear(self, namespace: bytes) -> bool:
         """Clear what each cipher makes of the namespace, one after the other."""
-        clear = self._inner_as(Clear).clear
+        clear = required(self._inner, Clear).clear
         return any(clear(cipher.names.space(namespace)) for cipher in self._ciphers)

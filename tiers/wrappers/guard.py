@@ -53,6 +53,7 @@ from tiers.store import (
     Warns,
     capability,
     each,
+    required,
     time_left,
 )
 from tiers.wrappers.put_process import PutsApart
@@ -204,7 +205,7 @@ class Guarded(Capable):
         """As the store; 0: it is not known now."""
         with self._look(self._reports) as store:
             if store is not None:
-                found: object = cast(Packs, store).pack_blocks()
+                found: object = required(store, Packs).pack_blocks()
                 if type(found) is not int or not 0 < found < MAX_COUNT:
                     raise TierError(f"pack_blocks answered {found!r:.40}")
                 return found
@@ -214,7 +215,7 @@ class Guarded(Capable):
         """As the store; none while the tier is left alone."""
         with self._enter(self._reads) as store:
             if store is not None:
-                found: object = cast(Packs, store).held_prefix(prompts)
+                found: object = required(store, Packs).held_prefix(prompts)
                 if not isinstance(found, list) or len(found) != len(prompts):
                     raise TierError(f"held_prefix answered {found!r:.40}")
                 for count, keys in zip(found, prompts, strict=True):
@@ -227,7 +228,7 @@ class Guarded(Capable):
         """As the store; none while the tier is left alone."""
         with self._enter(self._reads) as store:
             if store is not None:
-                found: object = cast(PacksWindows, store).held_blocks(prompts)
+                found: object = required(store, PacksWindows).held_blocks(prompts)
                 if not isinstance(found, list) or len(found) != len(prompts):
                     raise TierError(f"held_blocks answered {found!r:.40}")
                 answers = zip(found, prompts, strict=True)
@@ -237,7 +238,7 @@ class Guarded(Capable):
     def forget(self) -> None:
         with self._look(self._reports) as store:
             if store is not None:
-                cast(Remembers, store).forget()
+                required(store, Remembers).forget()
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         self._resize()
@@ -326,12 +327,12 @@ class Guarded(Capable):
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._look(self._looks) as store:
             if store is not None:
-                cast(Touch, store).touch(keys)
+                required(store, Touch).touch(keys)
 
     def clear(self, namespace: bytes) -> bool:
         with self._enter(self._writes) as store:
             # Only True means more: a plugin's other truthy answer could come back for ever.
-            return store is not None and cast(Clear, store).clear(namespace) is True
+            return store is not None and required(store, Clear).clear(namespace) is True
         return False
 
     def resize(self, capacity: int) -> None:
@@ -353,7 +354,7 @@ class Guarded(Capable):
         """As the store; none while the tier is left alone."""
         with self._enter(self._reads) as store:
             if store is not None:
-                found: object = cast(Recent, store).recent(namespace, count, before)
+                found: object = required(store, Recent).recent(namespace, count, before)
                 if not isinstance(found, RecentBlocks):
                     raise TierError(f"recent answered a {type(found).__name__}")
                 return found
@@ -372,7 +373,7 @@ class Guarded(Capable):
         self._resize()
         with self._look(self._reports) as store:
             if store is not None:
-                found: object = cast(Measured, store).usage()
+                found: object = required(store, Measured).usage()
                 if not isinstance(found, Usage):
                     raise TierError(f"usage answered a {type(found).__name__}")
                 bound = 0 if found.capacity is None else found.capacity
@@ -386,14 +387,14 @@ class Guarded(Capable):
         """As the store; nothing while the tier is left alone."""
         with self._look(self._reports) as store:
             if store is not None:
-                return str(cast(Described, store).describe())
+                return str(required(store, Described).describe())
         return ""
 
     def warning(self) -> str:
         """As the store; as before while the tier is left alone."""
         with self._look(self._reports) as store:
             if store is not None:
-                self._warning = str(cast(Warns, store).warning())
+                self._warning = str(required(store, Warns).warning())
         return self._warning
 
     def _enter(self, breaker: Breaker) -> _Attempt:

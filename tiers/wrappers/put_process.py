@@ -36,6 +36,7 @@ from tiers.store import (
     StoreWrapper,
     TierStore,
     each,
+    required,
     time_left,
 )
 from tiers.wrappers.integrity import VerifiedStore
@@ -134,11 +135,11 @@ class PutsApart(StoreWrapper):
         self._put_here(f"another can't ({why})")
 
     def counts(self) -> PutCounts:
-        process, here = self._process or self._before, self._inner_as(Counts).counts()
+        process, here = self._process or self._before, required(self._inner, Counts).counts()
         return here if process is None else _sum(here, process.counts)
 
     def resize(self, capacity: int) -> None:
-        self._inner_as(Resizable).resize(capacity)
+        required(self._inner, Resizable).resize(capacity)
         self._spec = self._spec.model_copy(update={"capacity": capacity})
         with self._asking() as process:
             if process is not None:
