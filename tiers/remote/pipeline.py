@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from tiers.block import HEADER_BYTES, Buffer, Checksum
+from tiers.block import HEADER_BYTES, Buffer, Checksum, after
 from tiers.remote.stream import (
     AHEAD_BYTES,
     OK,
@@ -17,7 +17,6 @@ from tiers.remote.stream import (
     Stream,
     StreamError,
     array_header,
-    beyond,
     bulk,
     bulk_header,
     each_command,
@@ -219,10 +218,10 @@ def _whole_values(stream: Stream, payloads: Sequence[memoryview]) -> Iterator[Re
     front = len(begin) + HEADER_BYTES
     around = memoryview(bytearray((front + 2) * len(payloads)))
     views, whole = _places(around, front, payloads), front + len(payloads[0]) + 2
-    left, first, filled, done = list(views), 0, 0, 0
+    left, filled, done = views, 0, 0
     while done < len(payloads):
-        count = stream.scatter(left[first:])
-        first, filled = beyond(left, first, count), filled + count
+        count = stream.scatter(left)
+        left, filled = after(left, count), filled + count
         while done < len(payloads):
             at, have = done * (front + 2), filled - done * whole
             if not begin.startswith(bytes(around[at : at + min(have, len(begin))])):

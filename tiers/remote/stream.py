@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from tiers.block import Buffer
+from tiers.block import Buffer, after
 from tiers.errors import KVTiersError
 from tiers.store import time_left
 
@@ -103,9 +103,8 @@ class Stream:
 
     def send(self, parts: Sequence[Buffer]) -> None:
         views = [memoryview(part) for part in parts if len(part)]
-        first = 0
-        while first < len(views):
-            first = beyond(views, first, self._send_some(views[first : first + PARTS]))
+        while views:
+            views = after(views, self._send_some(views[:PARTS]))
 
     def line(self, ahead: int = AHEAD_BYTES) -> bytes:
         """Read the next line, without its end; each receive takes `ahead` bytes at most."""
@@ -218,18 +217,6 @@ class Stream:
             limit = _TIMEVAL.pack(*divmod(int(left * 1e6) + 1, 10**6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-
-def beyond(views: list[memoryview], first: int, count: int) -> int:
-    """Pass over `count` bytes of `views[first:]`; return the first view that is left, which is
-    shortened by its bytes that were passed."""
-    while count:
-        if count < len(views[first]):
-            views[first] = views[first][count:]
-            break
-        count -= len(views[first])
-        first += 1
-    return first
 
 
 def _one_record(views: list[memoryview]) -> Buffer:
