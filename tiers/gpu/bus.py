@@ -179,20 +179,7 @@ class Bus:
         # Without it two threads could both say that the driver refused.
         self._lock = threading.Lock()
 
-    def leave(
-        self, rows: torch.Tensor, slots: Sequence[int], staged: torch.Tensor, width: int
-    ) -> None:
-        """From staged rows to slots of `rows`, `width` bytes of each. What is pinned together is
-        contiguous on both sides: all else would pass through pageable memory, and wait."""
-        self._cross(rows, slots, staged, width, to_host=True)
-
-    def arrive(
-        self, rows: torch.Tensor, slots: Sequence[int], staged: torch.Tensor, width: int
-    ) -> None:
-        """From slots to staged rows, in the same way."""
-        self._cross(rows, slots, staged, width, to_host=False)
-
-    def _cross(
+    def cross(
         self,
         rows: torch.Tensor,
         slots: Sequence[int],
@@ -200,6 +187,9 @@ class Bus:
         width: int,
         to_host: bool,
     ) -> None:
+        """From staged rows to slots of `rows`, or back, `width` bytes of each. What is pinned
+        together is contiguous on both sides: all else would pass through pageable memory, and
+        wait."""
         stride = rows.stride(0)
         if not width == stride == staged.stride(0):  # rows that are longer than the block
             width = min(width, rows.shape[1])

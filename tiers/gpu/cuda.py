@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -157,7 +158,7 @@ class CudaCopier:
     ) -> _Gathered:
         self._paged.require_in_range(blocks, rows, slots)
         slots, blocks = _by_slot(slots, blocks)
-        ring, bus, size = self._out, self._bus, self._stride
+        ring, size, leave = self._out, self._stride, partial(self._bus.cross, to_host=True)
         with torch.cuda.device(self._device):
             ring.filling.wait_event(after)
             numbers = self._send(blocks, ring.filling)
@@ -166,7 +167,7 @@ class CudaCopier:
                     len(blocks),
                     self._copies.launches,
                     lambda first, last, staged: self._copies.gather(numbers, first, last, staged),
-                    lambda first, last, staged: bus.leave(rows, slots[first:last], staged, size),
+                    lambda first, last, staged: leave(rows, slots[first:last], staged, size),
                 )
             except RuntimeError:
                 # What was queued must not arrive when the slots are another's.
@@ -190,12 +191,12 @@ class CudaCopier:
                 raise
 
     def _scatter(self, rows: torch.Tensor, slots: list[int], blocks: list[int]) -> None:
-        ring, bus, size = self._in, self._bus, self._stride
+        ring, size, arrive = self._in, self._stride, partial(self._bus.cross, to_host=False)
         numbers = self._send(blocks, ring.emptying)
         ring.pass_through(
             len(blocks),
             self._copies.launches,
-            lambda first, last, staged: bus.arrive(rows, slots[first:last], staged, size),
+            lambda first, last, staged: arrive(rows, slots[first:last], staged, size),
             lambda first, last, staged: self._copies.scatter(numbers, first, last, staged),
         )
 
