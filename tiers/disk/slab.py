@@ -50,7 +50,6 @@ _MOST = 64
 _NAME = re.compile(r"^slab-([0-9]+)\.dat$")
 _KEEP_SIZE = 0x01
 _PUNCH_HOLE = 0x02
-_AFTER_HEADER = bytes(PAGE - HEADER_BYTES)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -131,23 +130,18 @@ class Slab:
     def write(self, number: int, headers: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
         """Fill slots in a row from these; where they are several, payloads are whole pages."""
         offset = number * self._size
-        if not self._direct:
-            parts: list[memoryview] = []
-            for header, payload in zip(headers, payloads, strict=True):
-                parts += memoryview(header), memoryview(_AFTER_HEADER), payload
-            self._write(offset, parts)
-        elif all(map(_on_pages, payloads)):
-            with self._heads.borrow() as heads:
-                pages = _pages(heads, len(headers))
-                for page, header in zip(pages, headers, strict=True):
-                    page[: len(header)] = header
-                self._write(offset, [*chain.from_iterable(zip(pages, payloads, strict=True))])
-        else:
+        if self._direct and not all(map(_on_pages, payloads)):
             for place, (header, payload) in enumerate(zip(headers, payloads, strict=True)):
                 with self._scratch.borrow() as slot:
                     slot[: len(header)] = header
                     copy(slot[PAGE : PAGE + len(payload)], payload)
                     self._write(offset + place * self._size, [slot])
+            return
+        with self._heads.borrow() as heads:
+            pages = _pages(heads, len(headers))
+            for page, header in zip(pages, headers, strict=True):
+                page[: len(header)] = header
+            self._write(offset, [*chain.from_iterable(zip(pages, payloads, strict=True))])
 
     def read(self, number: int, payloads: Sequence[memoryview]) -> list[tuple[bytes, bytes]]:
         """Fill the payloads from slots in a row; return the header of each and the payload's
