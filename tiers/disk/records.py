@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 
-from tiers.block import NAMESPACE_BYTES, parse_header, verify
+from tiers.block import NAMESPACE_BYTES, expect, parse_header, verify
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.open_folder import THREADS, OpenFolder
 from tiers.disk.folder.open_folders import open_folders
@@ -121,13 +121,9 @@ class DiskRecords:
             payload = memory[: entry.payload_bytes]
             try:
                 ((front, checksum),) = folder.slabs[size].read(entry.slot.number, [payload])
-                header = parse_header(front)
+                header = expect(front, parse_header(front).key, entry.payload_bytes)
                 if index_key(header.key) != name:
                     raise RecordError("the record belongs to another key")
-                if header.payload_bytes != entry.payload_bytes:
-                    raise RecordError(
-                        f"payload of {header.payload_bytes} bytes, {entry.payload_bytes} expected"
-                    )
                 if header.checksum != entry.checksum:
                     raise RecordError("the record is another than the index names")
                 verify(header, payload, checksum)
