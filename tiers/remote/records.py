@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from operator import eq
 from typing import Any, TypeVar
 
@@ -20,15 +20,13 @@ from tiers.block import (
     parse_header,
     verify,
 )
-from tiers.errors import OtherFormat, RecordError, TierUnavailable
+from tiers.errors import OtherFormat, RecordError
 from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 from tiers.remote import pipeline
-from tiers.remote.pipeline import GetRequest, Record, Window
-from tiers.remote.pools import ConnectionSettings, reason
-from tiers.remote.redis_store import EACH
+from tiers.remote.pipeline import GetRequest, Record
+from tiers.remote.pools import ConnectionSettings
+from tiers.remote.redis_store import RedisNames
 from tiers.remote.stream import (
-    SLOWEST,
-    Deadline,
     ServerError,
     Stream,
     command,
@@ -37,7 +35,7 @@ from tiers.remote.stream import (
     read_length,
     read_status,
 )
-from tiers.remote.topology import FAILURES, Kind, Operation, open_topology
+from tiers.remote.topology import Kind
 
 T = TypeVar("T")
 
@@ -52,19 +50,19 @@ _SPECIAL = re.compile(rb"[*?\[\]\\]")
 _OTHER_LENGTH = Finding("damaged", "the value has another length, or is of another type")
 
 
-class RedisRecords:
+class RedisRecords(RedisNames):
     """`StoredRecords` of the names that begin with a prefix. Connects when it is first asked."""
 
     def __init__(
-        self, settings: ConnectionSettings, key_prefix: str, timeout: float, ttl: float | None
+        self,
+        settings: Callable[[], ConnectionSettings],
+        key_prefix: str,
+        timeout: float,
+        ttl: float | None,
     ) -> None:
-        """`timeout`: as of a `RedisStore`'s verbs. `ttl`: how long a note is kept, in seconds."""
-        self._place = str(settings.url)
-        self._timeout = timeout
+        """As the names. `ttl`: how long a note is kept, in seconds. Raises TierUnusable."""
+        super().__init__(settings, key_prefix, timeout)
         self._ttl = () if ttl is None else (b"PX", b"%d" % max(1, round(ttl * 1000)))
-        self._prefix = key_prefix.encode() + b":"
-        self._topology = open_topology(settings, timeout)
-        self._window = Window()
 
     def listed(self) -> Iterator[Sequence[StoredRecord]]:
         """As the server scans its names, so that one may come twice."""
@@ -75,13 +73,13 @@ class RedisRecords:
 
     def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
         pattern = _SPECIAL.sub(rb"\\\g<0>", prefix) + b"*"
-        with self._translated():
-            pools = self._topology.masters(self._limit(0))[0].values()
+        with self._asked() as topology:
+            pools = topology.masters(self._limit(0))[0].values()
         for pool in pools:
             cursor = b"0"
             while True:
                 words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN)
-                with self._translated():
+                with self._asked():
                     cursor, names = pool.ask(self._limit(int(_SCAN)), *words)
                 yield names
                 if cursor == b"0":
@@ -107,7 +105,7 @@ class RedisRecords:
                 used = None if idle is None else now - idle
                 found[position] = self._listed(name, front or b"", size or 0, used)
 
-        self._dispatch(names, "reads", operation)
+        self._dispatch(names, "reads", operation, self._limit(len(names)))
         return [found[position] for position in sorted(found)]
 
     def _listed(self, name: bytes, front: bytes, size: int, used: float | None) -> StoredRecord:
@@ -140,7 +138,8 @@ class RedisRecords:
                 pipeline.load(stream, requests, on_value, self._window)
 
         names = [record.name for record in some]
-        self._dispatch(names, "reads", operation, sum(record.size for record in some))
+        size = sum(record.size for record in some)
+        self._dispatch(names, "reads", operation, self._limit(len(names), size))
         return findings
 
     def _check(self, name: bytes, record: Record | None, use: Use) -> Finding:
@@ -183,7 +182,7 @@ class RedisRecords:
 
         for _ in range(_TRIES):
             dropped.clear()
-            self._dispatch([record.name], "writes", operation, record.size)
+            self._dispatch([record.name], "writes", operation, self._limit(1, record.size))
             if dropped != [False]:
                 break
         return dropped == [True]
@@ -222,12 +221,6 @@ class RedisRecords:
     def _mark_names(self, names: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + _NOTES + _MARKS + name.hex().encode() for name in names]
 
-    def close(self) -> None:
-        self._topology.close()
-
-    def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
-        return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
-
     def _ask(
         self,
         names: Sequence[bytes],
@@ -246,23 +239,8 @@ class RedisRecords:
             for position in positions:
                 found[position] = read(stream)
 
-        self._dispatch(names, kind, operation)
+        self._dispatch(names, kind, operation, self._limit(len(names)))
         return found
-
-    def _dispatch(
-        self, names: Sequence[bytes], kind: Kind, operation: Operation, num_bytes: int = 0
-    ) -> None:
-        if names:
-            with self._translated():
-                self._topology.dispatch(names, kind, operation, self._limit(len(names), num_bytes))
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except FAILURES as error:
-            # Not chained: a traceback would print the server's text, which `reason` masks.
-            raise TierUnavailable(f"{self._place}: {reason(error)}") from None
 
 
 def _do_not_touch(stream: Stream) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
@@ -33,13 +33,65 @@ EACH = 0.01
 keeps ours waiting for 5 ms at a time."""
 
 
-class RedisStore:
+class RedisNames:
+    """The names that begin with a prefix, in a server or several, as a store or a tool asks for
+    them. Thread-safe; a forked child connects anew."""
+
+    def __init__(
+        self, settings: Callable[[], ConnectionSettings], key_prefix: str, timeout: float
+    ) -> None:
+        """`settings` reads the files of passwords and certificates: now, and again where they are
+        refused. `timeout`: of a verb, in seconds. Connects to nothing. Raises TierUnusable."""
+        self._read_settings, self._settings = settings, settings()
+        self._place = str(self._settings.url)
+        self._timeout = timeout
+        self._prefix = key_prefix.encode() + b":"
+        self._topology = open_topology(self._settings, timeout)
+        self._window = Window()
+
+    def close(self) -> None:
+        self._topology.close()
+
+    def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
+        """The deadline of a verb that begins now, for this many names and bytes at most."""
+        return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
+
+    def _dispatch(
+        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
+    ) -> None:
+        if names:
+            with self._asked() as topology:
+                topology.dispatch(names, kind, operation, deadline)
+
+    @contextmanager
+    def _asked(self) -> Iterator[OneMaster | Cluster]:
+        """The servers, to be asked by the body. Raises TierUnavailable where they don't answer."""
+        topology = self._topology
+        try:
+            yield topology
+        except FAILURES as error:
+            if is_of_files(error):
+                self._renew(topology)
+            # Not chained: a traceback would print the server's text, which `reason` masks.
+            raise TierUnavailable(f"{self._place}: {reason(error)}") from None
+
+    def _renew(self, refused: OneMaster | Cluster) -> None:
+        """Read the files again, and connect with what they have from now on, unless it is the same.
+        Verbs in flight end over the connections that they have."""
+        with suppress(TierUnusable):  # one is being replaced
+            settings = self._read_settings()
+            is_other = settings.url != self._settings.url or settings.tls is not None
+            if is_other and self._topology is refused:
+                self._settings = settings
+                self._topology = open_topology(settings, self._timeout)
+
+
+class RedisStore(RedisNames):
     """A TierStore whose blocks live in a server, or several, that others share.
 
     Each block is one value: the header of `tiers.block`, then the payload as its codec stored it.
     A value that does not verify is a miss, and is dropped, so that the next `put` replaces it. So
     is one of a later version's codec: later versions read what this one stores.
-    Thread-safe; a forked child connects anew.
 
     A verb ends after `timeout`, plus `EACH` seconds a block and a second for each `SLOWEST` bytes,
     connecting included, however many servers it asks; only a silent name server can make it take
@@ -59,22 +111,16 @@ class RedisStore:
         timeout: float,
         ttl: float | None,
     ) -> None:
-        """`settings` reads the files of passwords and certificates: now, and again where they are
-        refused. `timeout` and `ttl` are in seconds. Connects to nothing. Raises TierUnusable."""
+        """As the names. `ttl` is in seconds. Raises TierUnusable."""
         if HEADER_BYTES + payload_bytes > MAX_VALUE_BYTES:
             raise TierUnusable(
                 f"blocks of {payload_bytes} bytes; with a header of {HEADER_BYTES} bytes they "
                 f"must fit in a Redis value of {MAX_VALUE_BYTES}"
             )
+        super().__init__(settings, key_prefix, timeout)
         self._payload_bytes = payload_bytes
-        self._read_settings, self._settings = settings, settings()
-        self._place = str(self._settings.url)
         self._encoder = encoder
-        self._timeout = timeout
         self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
-        self._prefix = key_prefix.encode() + b":"
-        self._topology = open_topology(self._settings, timeout)
-        self._window = Window()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, self._place, "values of another version were met")
 
@@ -171,13 +217,6 @@ class RedisStore:
         """Drop these keys, for everybody who shares the server."""
         self._unlink(self._names(keys), self._limit(len(keys)))
 
-    def close(self) -> None:
-        self._topology.close()
-
-    def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
-        """The deadline of a verb that begins now, for this many names and bytes at most."""
-        return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
-
     def _limit_of(self, blocks: Sequence[Block]) -> Deadline:
         return self._limit(len(blocks), len(blocks) * self._payload_bytes)
 
@@ -233,30 +272,6 @@ class RedisStore:
 
         self._dispatch(names, kind, operation, deadline)
         return answers
-
-    def _dispatch(
-        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
-    ) -> None:
-        if not names:
-            return
-        topology = self._topology
-        try:
-            topology.dispatch(names, kind, operation, deadline)
-        except FAILURES as error:
-            if is_of_files(error):
-                self._renew(topology)
-            # Not chained: a traceback would print the server's text, which `reason` masks.
-            raise TierUnavailable(f"{self._place}: {reason(error)}") from None
-
-    def _renew(self, refused: OneMaster | Cluster) -> None:
-        """Read the files again, and connect with what they have from now on, unless it is the same.
-        Verbs in flight end over the connections that they have."""
-        with suppress(TierUnusable):  # one is being replaced
-            settings = self._read_settings()
-            is_other = settings.url != self._settings.url or settings.tls is not None
-            if is_other and self._topology is refused:
-                self._settings = settings
-                self._topology = open_topology(settings, self._timeout)
 
 
 def _answers(stream: Stream, most: int) -> list[bool]:

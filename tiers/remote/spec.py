@@ -190,7 +190,7 @@ class RedisSpec(StoreSpec):
     def records(self) -> RedisRecords:
         from tiers.remote.records import RedisRecords
 
-        return RedisRecords(self.connection(), self.key_prefix, self.timeout, self.ttl)
+        return RedisRecords(self.connection, self.key_prefix, self.timeout, self.ttl)
 
     def marks(self) -> RedisRecords:
         return self.records()
