@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 
 ALLOWED = os.sched_getaffinity(0)
 
@@ -24,7 +24,7 @@ def _worker(answer: Connection, env: dict[str, str]) -> None:
         os.environ.pop(name, None)
     os.environ.update(env)
     os.sched_setaffinity(0, {min(ALLOWED)})
-    with io_executor(1, "test") as pool:
+    with IoExecutor(1, "test") as pool:
         answer.send(pool.submit(os.sched_getaffinity, 0).result())
 
 
@@ -69,12 +69,12 @@ def test_threads_that_can_t_be_had_now_are_told_now(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="new thread"):
-        io_executor(4, "test")
+        IoExecutor(4, "test")
     assert not any(thread.is_alive() for thread in begun)
 
 
 def test_threads_that_are_started_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with io_executor(4, "test") as pool:
+    with IoExecutor(4, "test") as pool:
         monkeypatch.setattr(threading.Thread, "start", None)
         together = threading.Barrier(4)
         for place in [pool.submit(together.wait, 10) for _ in range(4)]:
@@ -82,7 +82,7 @@ def test_threads_that_are_started_are_all_there(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_left_of_an_executor_ends() -> None:
-    pool = io_executor(2, "test")
+    pool = IoExecutor(2, "test")
     done = pool.submit(threading.get_ident)
     del pool
     for thread in [one for one in threading.enumerate() if one.ident == done.result()]:
@@ -92,7 +92,7 @@ def test_what_is_left_of_an_executor_ends() -> None:
 
 def test_a_shut_executor_cancels_what_waits_and_takes_no_more() -> None:
     go_on, begun = threading.Event(), threading.Barrier(2)
-    pool = io_executor(1, "test")
+    pool = IoExecutor(1, "test")
     first = pool.submit(lambda: begun.wait(60) >= 0 and go_on.wait(60))
     second = pool.submit(int)
     begun.wait(60)
@@ -117,7 +117,7 @@ def test_an_error_that_is_read_and_gone_keeps_no_memory() -> None:
     def fail(_: Memory) -> None:
         raise SystemExit("of a store")
 
-    with io_executor(1, "test") as pool:
+    with IoExecutor(1, "test") as pool:
         failed = pool.submit(fail, memory)
         del memory
         assert isinstance(failed.exception(), SystemExit)
@@ -136,8 +136,8 @@ def submit():
         print("refused")
 
 atexit.register(submit)  # the last registered comes first: ours leave the threads before this
-from tiers.concurrency.executors import io_executor
-pool = io_executor(1, "test")
+from tiers.concurrency.executors import IoExecutor
+pool = IoExecutor(1, "test")
 """
 
 

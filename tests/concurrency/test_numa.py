@@ -14,7 +14,7 @@ from bench.lagging import worker_step
 from spec.offloading import StoreContext
 from tests.gpu.stub_driver import Driver
 from tests.support.clock import wait_for
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.concurrency.numa import bound, near
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.offloading_worker import OffloadingWorker
@@ -95,7 +95,7 @@ def test_the_driver_tells_where_a_device_is(tree: Tree) -> None:
 def test_threads_that_begin_meanwhile_stay(cpus: frozenset[int]) -> None:
     with bound(cpus):
         assert os.sched_getaffinity(0) == (cpus or ALLOWED)
-        pool = io_executor(1, "test")
+        pool = IoExecutor(1, "test")
     assert os.sched_getaffinity(0) == ALLOWED
     assert pool.submit(os.sched_getaffinity, 0).result() == (cpus or ALLOWED)
     pool.shutdown()

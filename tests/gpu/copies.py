@@ -32,7 +32,7 @@ def prepare(model: Model, patch: pytest.MonkeyPatch) -> LateThreads:
     model.install(patch)
     patch.setattr(cuda, "WAVE_BYTES", 2 * SLOT)
     patch.setattr(cuda, "open_copies", PageCopies)
-    patch.setattr(cuda, "io_executor", threads.executor)
+    patch.setattr(cuda, "IoExecutor", threads.executor)
     return threads
 
 
@@ -105,7 +105,7 @@ class Loads:
     def __init__(self, copies: Copies, patch: pytest.MonkeyPatch, rows: int = 0) -> None:
         self.copies = copies
         copies.rows.copy_(torch.arange(len(copies.rows)).view(-1, 1))
-        patch.setattr(loading, "io_executor", copies.threads.executor)
+        patch.setattr(loading, "IoExecutor", copies.threads.executor)
         patch.setattr(loading, "wait", copies.threads.wait)
         patch.setattr(loading, "WAVE_BYTES", 2 * SLOT)
         patch.setattr(loading, "READ_BYTES", rows * SLOT)

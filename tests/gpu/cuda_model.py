@@ -306,7 +306,7 @@ class LateThreads:
         self._rng = random.Random(0)
 
     def executor(self, count: int, name: str) -> LateExecutor:
-        """As `io_executor`."""
+        """As `IoExecutor`."""
         is_eager = READING in self._model.eager and name.startswith("read-")
         self._executors.append(LateExecutor(name, is_eager))
         return self._executors[-1]

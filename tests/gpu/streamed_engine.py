@@ -183,7 +183,7 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(loading, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
         patch.setattr(loading, "READ_BYTES", 2 * WAVE_ROWS * 4096)
         for module in (cuda, loading, offloading_worker, host_slots, checksums):
-            patch.setattr(module, "io_executor", self.threads.executor)
+            patch.setattr(module, "IoExecutor", self.threads.executor)
         patch.setattr(loading, "wait_a_moment", lambda futures: None)
         for module in (cuda, loading, offloading_worker, checksums):
             patch.setattr(module, "wait", self.threads.wait)

@@ -441,10 +441,10 @@ MUTANTS = (
     STORE.but(
         "fork",
         "the threads are made once for all stores",
-        'self._threads = io_executor(connections, "packs")',
+        'self._threads = IoExecutor(connections, "packs")',
         "self._threads = POOL",
         'T = TypeVar("T")\n',
-        'T = TypeVar("T")\nPOOL = io_executor(32, "packs")\n',
+        'T = TypeVar("T")\nPOOL = IoExecutor(32, "packs")\n',
     ),
     # -- a capacity, by its own tests ----------------------------------------------------------
     LISTED.but(

@@ -41,42 +41,32 @@ environment tells whether it does."""
 _BINDS_NOT = {"", "false", "none", "disabled"}
 
 
-def io_executor(count: int, name: str) -> IoExecutor:
-    """Make an executor of `count` threads, named `kvtiers-NAME_N`, by `widen_affinity`. They begin
-    now: raises RuntimeError if they can't be had.
-
-    Otherwise a `submit`, on the engine's thread perhaps, would raise it, and yet leave its call in
-    the queue, for a thread that begins later.
-    """
-    executor = IoExecutor()
-    try:
-        for number in range(count):
-            executor.add_thread(f"kvtiers-{name}_{number}")
-    except RuntimeError:
-        executor.shutdown()
-        raise
-    return executor
-
-
 class IoExecutor(Executor):
-    """An Executor whose threads are daemons: a call that hangs does not keep the process from its
-    end. A process that ends waits `EXIT_SECONDS` for all calls of all executors, and leaves those
-    that have not returned. The threads of an executor that nobody holds end with their calls."""
+    """An Executor of `count` daemon threads, named `kvtiers-NAME_N`, by `widen_affinity`: a call
+    that hangs does not keep the process from its end. A process that ends waits `EXIT_SECONDS` for
+    all calls of all executors, and leaves those that have not returned. The threads of an executor
+    that nobody holds end with their calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, name: str) -> None:
+        """The threads begin now: raises RuntimeError if they can't be had. Otherwise a `submit`, on
+        the engine's thread perhaps, would raise it, and yet leave its call in the queue, for a
+        thread that begins later."""
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_shut = False
         # Without it a call could be put behind the None that ends the threads, and never run.
         self._lock = threading.Lock()
         weakref.finalize(self, self._calls.put, None).atexit = False
-
-    def add_thread(self, name: str) -> None:
-        """Begin one more thread. Raises RuntimeError if it can't be had."""
-        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-        _queues[thread] = self._calls
+        try:
+            for number in range(count):
+                called, given = f"kvtiers-{name}_{number}", (self._calls,)
+                thread = threading.Thread(None, _serve, called, given, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+                _queues[thread] = self._calls
+        except RuntimeError:
+            self.shutdown()
+            raise
 
     def bind(self, cpus: frozenset[int]) -> None:
         """Let its threads run on these processors alone; see `numa.bind`."""

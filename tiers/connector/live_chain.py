@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import IoExecutor, io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
@@ -100,7 +100,7 @@ class LiveChain:
     def _reopen(self, key: str, chain: ChainSpec) -> None:
         """Close the observers of a kind, and open those of this chain, beside the steps."""
         try:
-            self._thread = self._thread or io_executor(1, "reopen")
+            self._thread = self._thread or IoExecutor(1, "reopen")
         except RuntimeError as error:
             logger.warning("%s: stays as it was before the change: %s", key, error)
             return

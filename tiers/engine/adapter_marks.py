@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.contract.marks import (
     MARK_BYTES,
@@ -209,7 +209,7 @@ class MarksOfRequests(RequestMarks):
         self._marks: dict[str, tuple[Any, RequestMark]] = {}
         self._came: dict[str, float] = {}
         self._looks: dict[str, _AdapterLook] = {}
-        self._lookers = io_executor(LOOKERS, "adapters")
+        self._lookers = IoExecutor(LOOKERS, "adapters")
         self._log = LoggedOnce(logger)
 
     def of(self, request: Any) -> RequestMark:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.contract.marks import MARK_BYTES
 from tiers.errors import KVTiersError
 
@@ -59,7 +59,7 @@ class Digester:
     """
 
     def __init__(self) -> None:
-        self._threads = io_executor(THREADS, "digest")
+        self._threads = IoExecutor(THREADS, "digest")
         # Without it a thread could end a job while another request is counted as wanting it.
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}

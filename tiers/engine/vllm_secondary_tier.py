@@ -32,7 +32,7 @@ from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier, opens_ours
 from tiers.block import copy, digest
-from tiers.concurrency.executors import IoExecutor, io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import TierManager
@@ -243,9 +243,9 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._notes: NamespaceNotes | None = None
         self._manager = TierManager()
         self._opening: Future[Guarded | None] | None = None
-        self._opener = io_executor(1, "open")
-        self._reader = io_executor(READERS, "fetch")
-        self._writer = io_executor(1, "store")
+        self._opener = IoExecutor(1, "open")
+        self._reader = IoExecutor(READERS, "fetch")
+        self._writer = IoExecutor(1, "store")
         # One that verifies by a way of its own may checksum what is no more the block.
         self._lends = opens_ours(spec) or not spec.verifies
         most = batch_blocks(self._row_bytes)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.gpu.cuda import CudaCopier
 from tiers.gpu.pages import PagedKV
 
@@ -43,7 +43,7 @@ class CpuCopier:
         self._paged = PagedKV(kv_caches, num_blocks)
         self.layout = self._paged.layout
         self.payload_bytes = self._paged.payload_bytes
-        self._thread = io_executor(1, "gather")
+        self._thread = IoExecutor(1, "gather")
 
     def warning(self) -> str:
         return ""

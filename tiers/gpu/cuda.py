@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.gpu.bus import near_device, open_bus
 from tiers.gpu.pages import Copies, PageCopies, PagedKV
 from tiers.host.slots import slot_stride
@@ -127,7 +127,7 @@ class CudaCopier:
             self._bus = open_bus(self._device, self._out.emptying)
         # Two loaders between each other's waves would fill memory that the other has not emptied.
         self._loading = threading.Lock()
-        self._thread = io_executor(1, "gather")
+        self._thread = IoExecutor(1, "gather")
 
     def warning(self) -> str:
         """Why copies over the bus take longer than they should; see `Copier`."""

@@ -23,7 +23,7 @@ from obstore.exceptions import (
 from obstore.store import LocalStore, MemoryStore
 
 from tiers.block import Buffer, after, copy
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.errors import TierFull, TierNotOpen, TierRefused, TierUnavailable, TierUnusable
 from tiers.remote.packs.bucket import Listed
 from tiers.remote.packs.marks import is_mark
@@ -62,7 +62,7 @@ def _begin() -> None:
     that fails every call panics, for ever. Raises TierNotOpen."""
     with ExitStack() as tried:
         try:
-            tried.callback(io_executor(os.cpu_count() or 1, "trial").shutdown)
+            tried.callback(IoExecutor(os.cpu_count() or 1, "trial").shutdown)
             for _ in range(_DESCRIPTORS):
                 tried.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         except (OSError, RuntimeError) as error:

@@ -16,7 +16,7 @@ import torch
 from bench.lagging import worker_step
 from tests.support.clock import wait_for
 from tests.support.kept import kept
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker import offloading_worker
 from tiers.connector.worker.host_slots import HostSlots
@@ -220,7 +220,7 @@ def store() -> Store:
 
 @pytest.fixture
 def puts(store: Store) -> Iterator[Puts]:
-    writer = io_executor(1, "test")
+    writer = IoExecutor(1, "test")
     made = Puts(cast(Any, Host()), RateLimit(None), writer, in_host=False)
     made.serve(cast(Guarded, store), SPACE)
     yield made
@@ -280,7 +280,7 @@ def test_a_gather_that_failed_fails_one_job(puts: Puts, store: Store) -> None:
 
 def test_nothing_is_held_up_in_host_memory() -> None:
     """A tier that has nothing to put waits for no other job's gather."""
-    writer = io_executor(1, "test")
+    writer = IoExecutor(1, "test")
     gathered = threading.Event()
     host = Host()
 

@@ -51,7 +51,7 @@ class Later:
             self.tables.append(original(room))
             return self.tables[-1]
 
-        monkeypatch.setattr(fingerprint_index, "io_executor", lambda count, name: self)
+        monkeypatch.setattr(fingerprint_index, "IoExecutor", lambda count, name: self)
         monkeypatch.setattr(fingerprint_index, "FingerprintTable", made)
 
     def submit(self, call: Callable[[], None]) -> None:

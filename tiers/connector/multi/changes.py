@@ -30,7 +30,7 @@ from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff, diff
 from spec.errors import reason_of
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
 from tiers.contract.connector import SchedulerConnector, do_nothing
@@ -181,7 +181,7 @@ class Changes:
         """The tiers that come with the stage, each with its name, by their places."""
         self._reports = ChangeReport()
         # Begun now, as all that a change needs: in the midst of traffic no thread may be had.
-        self._threads = io_executor(2, "change")
+        self._threads = IoExecutor(2, "change")
         self._opening: Future[None] | None = None
         self._leaving: dict[int, _Leaving] = {}
 

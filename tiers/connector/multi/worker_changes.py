@@ -9,7 +9,7 @@ from typing import Any
 
 from spec.errors import reason_of
 from spec.offloading import OffloadingSpec
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport
 from tiers.contract.connector import WorkerConnector, do_nothing
@@ -45,8 +45,8 @@ class WorkerChanges:
         self._is_reported = False
         self._detaching: dict[int, Future[None]] = {}
         # One thread: what a change was refused for is given back before the next one takes any.
-        self._resizer = io_executor(1, "resize")
-        self._closer = io_executor(1, "detach")
+        self._resizer = IoExecutor(1, "resize")
+        self._closer = IoExecutor(1, "detach")
 
     def follow(self, orders: Sequence[ChangeOrder]) -> None:
         """Do what a step orders, before anything else in it; it may be called twice for a step."""

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby, repeat
 from operator import itemgetter
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.contract.generation import space_of
 from tiers.store import Clear, TierStore, capability
 
@@ -43,7 +43,7 @@ class Clearing:
         """Whether what is to be dropped by now is taken by work that has yet to begin."""
         self._in_flight: list[Future[None]] = []
         self._is_closing = threading.Event()
-        self._thread = io_executor(1, "clear")
+        self._thread = IoExecutor(1, "clear")
 
     def stored(self, keys: Iterable[bytes], generation: bytes) -> None:
         """Note blocks that are dropped with their generation."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from tiers.concurrency.executors import io_executor, wait_a_moment
+from tiers.concurrency.executors import IoExecutor, wait_a_moment
 from tiers.contract.messages import NO_LOOKUP_TIMES, LookupTimes
 
 
@@ -320,7 +320,7 @@ class LookupQueue:
         """`look` asks the store, on a thread, about the keys of some questions, one
         after another. `patience`: seconds that a request waits for an answer. `clock` gives
         seconds."""
-        self.threads = io_executor(self.THREADS, "lookup")
+        self.threads = IoExecutor(self.THREADS, "lookup")
         self._look = look
         self._clock = clock
         # Without it a call that ends would be counted while another is taken, and be lost.

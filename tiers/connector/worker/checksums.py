@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from spec.errors import reason_of
 from tiers.block import digest
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.contract.block_copier import Copy
 from tiers.host.digests import DigestProcess
 from tiers.host.slot_memory import SlotMemory
@@ -38,7 +38,7 @@ class Checksums:
         self._known: dict[int, bytes] = {}
         self._in_flight: dict[int, Future[None]] = {}
         self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
-        self._thread = io_executor(1, "checksum")
+        self._thread = IoExecutor(1, "checksum")
         self._asking = 0
         """Tiers that ask for a process."""
         self._process: DigestProcess | None = None

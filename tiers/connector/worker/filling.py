@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
-from tiers.concurrency.executors import io_executor, wait_a_moment
+from tiers.concurrency.executors import IoExecutor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.weight_watch import WeightVerdict
@@ -25,7 +25,7 @@ class Filling:
         self._namespace = b""
         self._fills: list[tuple[LoadJob, Future[list[bool]]]] = []
         # Begun now: in the midst of traffic no thread may be had.
-        self._thread = io_executor(1, f"warm-{tier}")
+        self._thread = IoExecutor(1, f"warm-{tier}")
 
     def serve(self, store: Guarded, namespace: bytes) -> None:
         """Load from `store` from now on, under the worker's `namespace`."""

@@ -14,7 +14,7 @@ import torch
 
 from spec.fields import format_size
 from tiers.block import digest, namespace
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.connector.worker.checksums import Checksums
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
@@ -56,7 +56,7 @@ class HostSlots:
         how many changes there were."""
         # Held while memory is taken or given back, by threads other than the engine's.
         self._fitting = threading.Lock()
-        self._mover = io_executor(1, "move")
+        self._mover = IoExecutor(1, "move")
         self._open_copier = open_copier
         self._root = root
         self._shortage = ""

@@ -13,7 +13,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from spec.offloading import LOADS_AT_ONCE
-from tiers.concurrency.executors import io_executor, wait_a_moment
+from tiers.concurrency.executors import IoExecutor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import LoggedOnce, RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
@@ -221,8 +221,8 @@ class Loading:
         self._loads: list[tuple[Load, Future[None]]] = []
         self._pace, self._drop_below = LatencyModel(), DROP_BELOW
         self._bounces: list[SlotMemory] = []
-        self._threads = io_executor(at_once, f"load-{tier}")
-        self._readers = io_executor(at_once, f"read-{tier}")
+        self._threads = IoExecutor(at_once, f"load-{tier}")
+        self._readers = IoExecutor(at_once, f"read-{tier}")
 
     def open(self) -> None:
         """Allocate the memory through which stores' blocks pass; the paged KV is registered. Raises

@@ -14,7 +14,7 @@ from itertools import compress
 from spec.fields import format_size
 from spec.offloading import StoreSpec
 from tiers.block import namespace as namespace_of
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.contract.engine_info import ALONE
 from tiers.errors import KVTiersError
 from tiers.records import NamespaceNote, read_note
@@ -89,7 +89,7 @@ class NamespaceNotes:
             return
         self._begun[namespace] = now
         with suppress(RuntimeError):  # no thread can be had, or the engine ends
-            thread = io_executor(1, "notes")
+            thread = IoExecutor(1, "notes")
             self._last = thread.submit(self.keep, namespace, lasts)
             thread.shutdown(wait=False)
 

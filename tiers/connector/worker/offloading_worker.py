@@ -15,7 +15,7 @@ import torch
 from spec.errors import reason_of
 from spec.fields import format_size
 from spec.offloading import LOADS_AT_ONCE, HostSpec, OffloadingSpec, StoreContext, StoreSpec
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.concurrency.numa import bound
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
@@ -258,7 +258,7 @@ class OffloadingWorker(WorkerConnector):
             host.keep_checksums()
         writers = 1 if host.engine.replicated else host.engine.world_size
         self._rate_limit = RateLimit(spec.store_rate if spec else None, writers)
-        self._writer = io_executor(1, f"store-{name}")
+        self._writer = IoExecutor(1, f"store-{name}")
         self._puts = Puts(host, self._rate_limit, self._writer, in_host=spec is None)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:

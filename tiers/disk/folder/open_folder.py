@@ -15,7 +15,7 @@ import lmdb
 
 from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import io_executor, require_unforked
+from tiers.concurrency.executors import IoExecutor, require_unforked
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.owner import Owner, Owners
@@ -56,7 +56,7 @@ class OpenFolder:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        self.threads = io_executor(THREADS, "disk")
+        self.threads = IoExecutor(THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
         of_index = (self._reopen, self._write_uses, index.keep_pages)
         of_slots = (self._shrink, self._sweep, self._give_back)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import lmdb
 import xxhash
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.disk.index.edit import ADDED, INDEX_KEY_BYTES, MARKED, digest_fingerprint, index_key
 from tiers.disk.index.index import Index
 
@@ -171,7 +171,7 @@ class FingerprintIndex:
     def __init__(self, index: Index) -> None:
         self._index = index
         # Not one of those that read and write, which would miss it for a minute.
-        self._thread = io_executor(1, "disk-table")
+        self._thread = IoExecutor(1, "disk-table")
         self._submit: Callable[[Callable[[], None]], object] = self._thread.submit
         self._table: FingerprintTable | None = None  # a thread that can't make another drops it
         self._row = 0

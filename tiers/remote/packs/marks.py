@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import IoExecutor
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.pack import name_of
 
@@ -30,7 +30,7 @@ class BucketMarks:
                 self._bucket.put(name_of(name + _REST), [_REST])
 
     def marked(self, names: Sequence[bytes]) -> list[bool]:
-        executor = io_executor(min(_AT_ONCE, len(names)), "marks")
+        executor = IoExecutor(min(_AT_ONCE, len(names)), "marks")
         try:
             return [*executor.map(self._is_marked, names)]
         finally:

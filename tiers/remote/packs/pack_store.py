@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from tiers.block import HEADER_BYTES, Buffer, digest, expect, pack_header, verify
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import io_executor, require_unforked, settle
+from tiers.concurrency.executors import IoExecutor, require_unforked, settle
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import OtherFormat, RecordError, TierError, TierNotOpen, TierUnavailable
 from tiers.recent import RecentDict
@@ -97,7 +97,7 @@ class PackStore:
         self._timeout = timeout
         self._deleters = max(1, connections // 2)  # look-ups have the others
         try:
-            self._threads = io_executor(connections, "packs")
+            self._threads = IoExecutor(connections, "packs")
         except RuntimeError:
             bucket.close()
             raise
