@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from itertools import compress, count, groupby, pairwise
+from operator import itemgetter, ne
 from typing import NamedTuple
 
 from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, leading, usable, waves
-from tiers.loading.shares import HeldRun, LinkCost, share
+from tiers.loading.shares import HeldRun, LinkCost, Piece, share
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -60,45 +60,49 @@ class Stitch(NamedTuple):
     looking: bool
 
 
-def stitched(children: Mapping[int, Coverage], blocks: range, window: int = 0) -> Stitch:
+def stitched(
+    children: Mapping[int, Coverage],
+    blocks: range,
+    window: int = 0,
+    give: Callable[[Sequence[HeldRun]], Sequence[Piece]] | None = None,
+) -> Stitch:
     """Stitch a prefix of `blocks` from the `children`, which are in load-priority order.
 
     A child is asked only where those above it leave a gap, and nobody is asked beyond a gap that
     all of them leave. One that is still looking holds nothing so far; it is worth waiting for only
     where such a gap ends the prefix. The last `window` blocks come from children that hold them
-    whole.
+    whole. `give`: gives the runs of the prefix to their holders, so that all children are asked;
+    None: each to the first of them.
     """
-    levels: list[int] = []
-    bodies: list[int] = []
-    wholes: list[int] = []
+    levels: dict[int, list[int]] = {child: [] for child in children}
+    best: list[int] = []
+    stop = 0
     looking = False
     for wave in waves(blocks):
-        answers: dict[int, Sequence[int]] = {}
-        best: Sequence[int] = [MISSING] * len(wave)
+        nothing = [MISSING] * len(wave)
+        most: Sequence[int] = nothing
+        gap, asks = 0, True
         for child, coverage in children.items():
-            held = coverage(wave)
-            if held is None:
-                looking = True
-                continue
-            if not any(held):
-                continue
-            best = list(map(max, best, held)) if answers else held
-            answers[child] = held
-            if all(best) and (not window or min(best) >= COMPLETE):
-                break
-        gap = leading(best)
-        bodies += _owners(answers, NO_WINDOW, gap)
-        if window:
-            levels += best[:gap]
-            wholes += _owners(answers, COMPLETE, gap)
+            held = coverage(wave) if asks else ()
+            looking |= held is None
+            if held and any(held):
+                most = held if most is nothing else list(map(max, most, held))
+                gap = leading(most)
+                is_whole = gap == len(wave) and not (window and min(most) < COMPLETE)
+                asks = give is not None or not is_whole
+            levels[child] += held or nothing
+        best += most
+        stop += gap
         if gap < len(wave):
             break
-    count = usable(levels, window) if window else len(bodies)
-    tail = max(0, count - window)
-    owners = bodies[:tail] + wholes[tail:count] if window else bodies
-    return Stitch(
-        _runs(owners, blocks.start), blocks.start + count, looking and count < len(blocks)
-    )
+    if window:
+        stop = usable(best, window)
+    tail = max(0, stop - window)
+    stretches = _stretches(levels, range(tail), NO_WINDOW)
+    stretches += _stretches(levels, range(tail, stop), COMPLETE)
+    pieces = [(who[0], n) for who, n in stretches] if give is None else give(stretches)
+    shares = _shares(pieces, blocks.start)
+    return Stitch(shares, blocks.start + stop, looking and stop < len(blocks))
 
 
 def shared(
@@ -110,67 +114,20 @@ def shared(
 ) -> Stitch:
     """As `stitched`, but all children that hold a part of the prefix load it at once, shared so
     that its last block comes soonest. `paces`, `last`: see `share`."""
-    levels, looking = _ask_all(children, blocks)
-    best = [max(held) for held in zip(*levels.values(), strict=True)]
-    count = usable(best, window) if window else leading(best)
-    tail = max(0, count - window)
-    stretches = _stretches(levels, range(tail), NO_WINDOW)
-    stretches += _stretches(levels, range(tail, count), COMPLETE if window else NO_WINDOW)
-    pieces, _ = share(stretches, paces, last)
-    shares = _shares(pieces, blocks.start)
-    return Stitch(shares, blocks.start + count, looking and count < len(blocks))
-
-
-def _ask_all(children: Mapping[int, Coverage], blocks: range) -> tuple[dict[int, list[int]], bool]:
-    """What each child holds, up to the wave in which a gap that all leave ends the prefix; and
-    whether any is still looking, which holds nothing so far."""
-    levels: dict[int, list[int]] = {child: [] for child in children}
-    looking = False
-    for wave in waves(blocks):
-        best: Sequence[int] = [MISSING] * len(wave)
-        for child, coverage in children.items():
-            held = coverage(wave)
-            if held is None:
-                looking, held = True, [MISSING] * len(wave)
-            levels[child] += held
-            best = list(map(max, best, held))
-        if not all(best):
-            break
-    return levels, looking
+    return stitched(children, blocks, window, lambda runs: share(runs, paces, last)[0])
 
 
 def _stretches(levels: Mapping[int, Sequence[int]], blocks: range, least: int) -> list[HeldRun]:
     """Who holds at least `least` of these blocks."""
-    parts = {child: level[blocks.start : blocks.stop] for child, level in levels.items()}
-    if all(len(set(part)) <= 1 for part in parts.values()):  # by far most often
-        holders = tuple(child for child, part in parts.items() if part and part[0] >= least)
-        return [(holders, len(blocks))] if blocks else []
-    each = zip(*parts.values(), strict=True)
-    stretches = []
-    for level, run in groupby(each):
-        holders = tuple(child for child, much in zip(parts, level, strict=True) if much >= least)
-        stretches.append((holders, len(list(run))))
-    return stretches
-
-
-NOT_OWNED = -1
-
-
-def _owners(answers: Mapping[int, Sequence[int]], least: int, count: int) -> list[int]:
-    """For each of the first `count` blocks the first child that holds at least `least` of it."""
-    if len(answers) == 1:
-        return [*answers] * count  # a gap ends them, and the last are held whole
-    owners = [NOT_OWNED] * count
-    for child, held in reversed([*answers.items()]):
-        pairs = zip(owners, held[:count], strict=True)
-        owners = [child if much >= least else owner for owner, much in pairs]
-    return owners
-
-
-def _runs(owners: list[int], block: int) -> Shares:
-    if owners and owners.count(owners[0]) == len(owners):  # by far most often
-        return {owners[0]: [range(block, block + len(owners))]}
-    return _shares(((owner, len(list(run))) for owner, run in groupby(owners)), block)
+    ends = {blocks.start, blocks.stop}
+    for level in levels.values():
+        part = level[blocks.start : blocks.stop]
+        if part and part.count(part[0]) < len(part):  # by far most often they are alike
+            ends.update(compress(count(blocks.start + 1), map(ne, part, part[1:])))
+    return [
+        (tuple(child for child, level in levels.items() if level[start] >= least), stop - start)
+        for start, stop in pairwise(sorted(ends))
+    ]
 
 
 def _shares(pieces: Iterable[tuple[int, int]], block: int) -> Shares:
