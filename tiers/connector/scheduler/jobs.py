@@ -66,22 +66,14 @@ class PendingStore:
 
 
 @dataclass
-class PendingMove:
-    """Blocks in flight to other slots. `result`: of the ranks that have ended."""
+class PendingSlots:
+    """Blocks in flight into slots, for no request. `result`: of the ranks that have ended."""
 
-    job: MoveJob
+    job: MoveJob | LoadJob
     result: JobResult = field(default_factory=JobResult)
 
 
-@dataclass
-class PendingFill:
-    """A load into slots in flight. `result`: of the ranks that have ended."""
-
-    job: LoadJob
-    result: JobResult = field(default_factory=JobResult)
-
-
-Pending = PendingLoad | PendingStore | PendingMove | PendingFill
+Pending = PendingLoad | PendingStore | PendingSlots
 
 
 class Jobs:
@@ -92,9 +84,7 @@ class Jobs:
         self._ids = itertools.count()
         self._in_flight: dict[int, Pending] = {}
         # Counted up and down: thousands may be in flight, and every step reports how much.
-        self._counts = {
-            kind: [0, 0] for kind in (PendingLoad, PendingStore, PendingMove, PendingFill)
-        }
+        self._counts = {kind: [0, 0] for kind in (PendingLoad, PendingStore, PendingSlots)}
         """Jobs and blocks of each kind."""
 
     def __len__(self) -> int:
@@ -130,12 +120,12 @@ class Jobs:
         return self._counts[PendingLoad][0] > 0
 
     @property
-    def any_moving(self) -> bool:
-        return self._counts[PendingMove][0] > 0
+    def any_into_slots(self) -> bool:
+        return self._counts[PendingSlots][0] > 0
 
     def gauges(self, block_bytes: int) -> dict[str, float]:
         """Counts and bytes of loads and stores in flight, over all ranks (see `stats`)."""
-        (loads, loading), (stores, storing), *_ = self._counts.values()
+        (loads, loading), (stores, storing), _ = self._counts.values()
         return {
             "loading_jobs": float(loads),
             "loading_bytes": float(loading * block_bytes),

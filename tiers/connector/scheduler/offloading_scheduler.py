@@ -14,7 +14,7 @@ from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.admission import Admission, Tenants
-from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingMove, PendingStore
+from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingSlots, PendingStore
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.open_tier import NOT_OPEN, TierOpener
 from tiers.connector.scheduler.tier import Tier, TierRequest
@@ -462,10 +462,10 @@ class OffloadingScheduler(SchedulerConnector):
     def _shrink(self, orders: OffloadingConnectorMetadata) -> None:
         """Have slots given back that the host pool has no more: a step's part of it."""
         pool, part = self.pool, self._tier.open.slot_bytes // self._requests.engine.world_size
-        most = 0 if self._jobs.any_moving else batch_blocks(max(1, part))
+        most = 0 if self._jobs.any_into_slots else batch_blocks(max(1, part))
         if moves := self.manager.shrink(most):
             orders.moves = MoveJob(self._jobs.next_id(), [*moves])
-            self._jobs.begin(PendingMove(orders.moves))
+            self._jobs.begin(PendingSlots(orders.moves))
         if (slots := pool.take_vacated()) is not None:
             orders.vacated = Vacated(slots, pool.resizes)
 
@@ -482,12 +482,14 @@ class OffloadingScheduler(SchedulerConnector):
             ended = self._jobs.end(job_id, result)
             if isinstance(ended, PendingLoad):
                 self._load_ended(ended)
-            elif isinstance(ended, PendingMove):
-                self.manager.moved(ended.job.items, ended.result.failed)
             elif isinstance(ended, PendingStore):
                 self._stores.ended(ended)
-            elif ended is not None and self._warming is not None:
-                self._warming.ended(ended)
+            elif ended is not None:
+                job, whole = ended.job, ended.result
+                if isinstance(job, MoveJob):
+                    self.manager.moved(job.items, whole.failed)
+                elif self._warming is not None:
+                    self._warming.ended(job, whole)
 
     def take_events(self) -> list[BlockEvent]:
         return self._tier.kv_events.take()

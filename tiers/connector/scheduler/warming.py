@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from spec.chain import WarmSpec
 from spec.fields import format_size
 from tiers.concurrency.executors import IDLE_WAIT, in_background, wait_a_moment
-from tiers.connector.scheduler.jobs import Jobs, PendingFill
+from tiers.connector.scheduler.jobs import Jobs, PendingSlots
 from tiers.connector.scheduler.tier import Tier
-from tiers.contract.messages import LoadItem, LoadJob
+from tiers.contract.messages import JobResult, LoadItem, LoadJob
 from tiers.store import batch_blocks
 
 logger = logging.getLogger(__name__)
@@ -144,18 +144,18 @@ class Warming:
         if not items:
             return None
         job = LoadJob(self._jobs.next_id(), "", items, self._spec.seconds, self._tag)
-        self._jobs.begin(PendingFill(job))
+        self._jobs.begin(PendingSlots(job))
         self._in_flight += 1
         return job
 
-    def ended(self, fill: PendingFill) -> None:
+    def ended(self, job: LoadJob, result: JobResult) -> None:
         """Take in that a job has ended on all ranks: the target admits what all of them have."""
         self._in_flight -= 1
         # The target may have left the chain; the pool is that of all its tiers.
         pool, manager = self._source.open.pool, self._target.open.manager
         owns = self._source.requests.generation.owns
-        for index, item in enumerate(fill.job.items):
-            is_whole = index not in fill.result.failed and owns(item.key)
+        for index, item in enumerate(job.items):
+            is_whole = index not in result.failed and owns(item.key)
             if is_whole and pool.rename(item.target, item.key):
                 before = self._loaded[-1] if self._loaded else None
                 if manager.complete_store(item.key, item.target, True, before):
