@@ -182,9 +182,8 @@ def test_the_host_pool_and_who_touches_it_are_at_the_device(provided: list[froze
     here = {SECOND}
     assert store.seen == {"its own threads": here, "put": here, "get": here}
     assert provided and set(provided) == {frozenset(here)}
-    assert host._checksums is not None
     loading = worker._loading
-    for pool in (host._mover, host._checksums._thread, loading._threads, loading._readers):
+    for pool in (host._mover, host.checksums._thread, loading._threads, loading._readers):
         assert pool.submit(os.sched_getaffinity, 0).result() == here
     worker.shutdown()
 
@@ -194,7 +193,6 @@ def test_checksums_for_a_tier_that_is_added_are_computed_at_the_device() -> None
     engine = EngineInfo({}, block_tokens=4, hash_tokens=4, num_blocks=4)
     host = HostSlots(engine, PoolSize(1 << 20, 0, 0, 1), NearOne)
     host.open({"layer": torch.zeros(4, 64, dtype=torch.uint8)})
-    host.keep_checksums()
-    assert host._checksums is not None
-    assert host._checksums._thread.submit(os.sched_getaffinity, 0).result() == {SECOND}
+    host.checksums.are_kept = True
+    assert host.checksums._thread.submit(os.sched_getaffinity, 0).result() == {SECOND}
     host.close()

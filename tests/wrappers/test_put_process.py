@@ -941,7 +941,7 @@ def test_an_engine_loads_what_another_process_stored(
     assert measured(engine, "store_failures", "disk") == 0
     assert bool(here) == (how != "always")
     worker: Any = engine.workers[0]
-    digests = worker.connector.children[1]._host._checksums._process
+    digests = worker.connector.children[1]._host.checksums._process
     assert (digests is None) == (how != "always"), "another computes checksums where another puts"
     engine.close()
 
@@ -1010,7 +1010,7 @@ def test_metrics_say_that_the_engine_computes_checksums_until_another_process_do
     with closing(ReplayEngine(chain_of(*tiers), MODEL, num_blocks=40)) as engine:
         ask_until = asker(engine)
         worker: Any = engine.workers[0]
-        computed: Checksums = worker.connector.children[1]._host._checksums
+        computed: Checksums = worker.connector.children[1]._host.checksums
         ask_until(lambda: computed._pause == 1)
         first = computed._process
         assert first is not None
@@ -1031,7 +1031,7 @@ def test_no_process_computes_checksums_for_a_tier_that_is_refused(tmp_path: Path
         engine.settle()
         assert shown(engine)[0] == "refused"
         worker: Any = engine.workers[0]
-        computed = worker.connector.children[1]._host._checksums
+        computed = worker.connector.children[1]._host.checksums
         computed._thread.submit(bool).result()  # behind what was begun
         assert computed._process is None
 

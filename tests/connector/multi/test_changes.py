@@ -122,7 +122,7 @@ def test_the_process_of_checksums_leaves_with_the_last_tier_that_asks_for_it(
         served(engine, PROMPT)
         assert not change(engine, chain_of(a, b)).why
         workers: Any = engine.workers
-        computed = [worker.connector.children[0]._host._checksums for worker in workers]
+        computed = [worker.connector.children[0]._host.checksums for worker in workers]
         wait_until(lambda: all(one._process is not None for one in computed))
         assert not change(engine, chain_of(a)).why
         wait_until(lambda: all(one._process is None for one in computed))

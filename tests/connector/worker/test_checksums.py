@@ -45,6 +45,7 @@ def apart(memory: SlotMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check
     patched = SLOW.replace("ROOM", str(2 * SIZE))
     monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", patched))
     made = Checksums(lambda: memory)
+    made.are_kept = True
     made.compute_apart()
     wait_until(lambda: made._process is not None and made._process.is_ready())
     yield made
@@ -181,6 +182,7 @@ def test_where_there_is_none_they_are_computed_here(
 ) -> None:
     why(monkeypatch)
     made, slots = Checksums(lambda: memory), range(SLOTS)
+    made.are_kept = True
     made.compute_apart()
     for _ in range(2):
         assert found(made, slots) == expected(memory, slots)
@@ -213,6 +215,7 @@ def test_one_that_can_not_be_begun_again_is_tried_again(
 
 def test_it_ends_with_the_worker(memory: SlotMemory) -> None:
     made = Checksums(lambda: memory)
+    made.are_kept = True
     made.compute_apart()
     found(made, [0])
     process = number(made)

@@ -133,16 +133,16 @@ def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None
 
 def test_checksums_that_are_known_leave_no_future_behind() -> None:
     host = host_with(numbered())
-    host.keep_checksums()
+    host.checksums.are_kept = True
     sizes = []
     for _ in range(2):
         for slot in range(8):
             host.gather([StoreItem(b"%d" % slot, slot, slot)])
-            assert host.checksums([slot]) == [digest(host.memory.payload(slot))]
+            assert host.checksums.of([slot]) == [digest(host.memory.payload(slot))]
         sizes.append(kept(host))
     assert sizes[0] == sizes[1], "of millions of slots, futures of those in flight"
     host.gather([StoreItem(b"new", 0, 7)])
-    assert host.checksums(range(8)) == [digest(host.memory.payload(slot)) for slot in range(8)]
+    assert host.checksums.of(range(8)) == [digest(host.memory.payload(slot)) for slot in range(8)]
 
 
 def growing(tmp_path: Path, slots: int = 8) -> HostSlots:
@@ -165,7 +165,7 @@ def settled(host: HostSlots) -> int:
 
 def test_slots_that_are_given_back_hold_no_block(tmp_path: Path) -> None:
     host = growing(tmp_path)
-    host.keep_checksums()
+    host.checksums.are_kept = True
     host.gather([StoreItem(b"key%d" % slot, slot, slot) for slot in range(8)])
     assert host.wait_and_verify([7], [b"key7"]) == [True] and host.is_intact(7)
     assert host.prepare_resize("cpu", 4 << 12) == ""
@@ -176,7 +176,7 @@ def test_slots_that_are_given_back_hold_no_block(tmp_path: Path) -> None:
     assert settled(host) == 4 and kept(host) < before
     assert host.wait_and_verify([3, 4, 7], [b"key3", b"key4", b"key7"]) == [True, False, False]
     assert not any(map(host.is_intact, range(4, 8)))
-    assert host.checksums(range(4, 8)) == [None] * 4
+    assert host.checksums.of(range(4, 8)) == [None] * 4
     ahead = host._prefault
     assert ahead is not None and ahead.done <= 4 << 12
     assert host.prepare_resize("cpu", 16 << 12) == ""
@@ -256,9 +256,9 @@ def test_what_there_is_no_memory_for_is_refused_and_changes_nothing(tmp_path: Pa
 
 def test_a_block_moves_with_its_bytes_its_key_and_its_checksum() -> None:
     host = host_with(numbered())
-    host.keep_checksums()
+    host.checksums.are_kept = True
     host.gather([StoreItem(b"key%d" % slot, slot, slot) for slot in range(4)])
-    assert all(host.checksums(range(4)))
+    assert all(host.checksums.of(range(4)))
     host.memory.payload(2)[0] ^= 1
     moves = [SlotMove(b"key3", 3, 0), SlotMove(b"key2", 2, 5), SlotMove(b"other", 1, 6)]
     assert host.move(moves).result().failed == {2}

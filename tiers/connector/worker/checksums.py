@@ -34,6 +34,8 @@ class Checksums:
 
     def __init__(self, memory: Callable[[], SlotMemory]) -> None:
         """`memory`: the slots, once the first gather begins."""
+        self.are_kept = False
+        """Whether any are computed; set before the first gather, if a tier asks for them."""
         self._memory = memory
         self._known: dict[int, bytes] = {}
         self._in_flight: dict[int, Future[None]] = {}
@@ -89,6 +91,8 @@ class Checksums:
 
     def begin(self, slots: Sequence[int], gather: Copy) -> None:
         """Compute the checksums of these slots, once they are gathered. Does not wait."""
+        if not self.are_kept:
+            return
         self._let_go()
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
@@ -131,7 +135,8 @@ class Checksums:
         return [digest(memory.payload(slot)) for slot in slots]
 
     def of(self, slots: Sequence[int]) -> list[bytes | None]:
-        """Wait for the checksums of these slots; None for one whose gather failed."""
+        """Wait for the checksums that the blocks of these slots had when they were gathered; None
+        where that failed, or none are kept."""
         in_flight = map(self._in_flight.get, slots)
         wait({future for future in in_flight if future is not None})
         return [self._known.get(slot) for slot in slots]

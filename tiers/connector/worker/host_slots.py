@@ -67,7 +67,7 @@ class HostSlots:
         self._prefault: Prefault | None = None
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
-        self._checksums: Checksums | None = None
+        self.checksums = Checksums(lambda: self.memory)
         self._namespace: bytes | None = None
         self._weights = ""
         self._note: NamespaceNote | None = None
@@ -82,31 +82,12 @@ class HostSlots:
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
         self._memory = memory = self._allocate(self._copier.pin)
         self._mover.bind(self._copier.cpus)
-        if self._checksums is not None:
-            self._checksums.bind(self._copier.cpus)
+        self.checksums.bind(self._copier.cpus)
         self._kept = len(memory.rows)
         self._log_fewer_slots()
         rows = memory.rows
         if len(rows) and not self._copier.pin:  # what is pinned is there already
             self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
-
-    def keep_checksums(self) -> None:
-        """From now on compute a checksum of each block that is gathered. Called before the first
-        gather, by each tier that asks for them."""
-        if self._checksums is None:
-            self._checksums = Checksums(lambda: self.memory)
-            if self._copier is not None:  # of a tier that was added
-                self._checksums.bind(self._copier.cpus)
-
-    def checksum_apart(self, more: int) -> None:
-        """Have a process beside this one compute them, for one more tier whose puts another does,
-        too; -1: for one less."""
-        if self._checksums is not None:
-            self._checksums.compute_apart(more)
-
-    def checksums_here(self) -> str:
-        """Why none does that was to; empty: all is well."""
-        return "" if self._checksums is None else self._checksums.computed_here
 
     def _allocate(self, pin: bool) -> SlotMemory:
         """Allocate the slots, or fewer if memory is short; the handshake reports the shortage."""
@@ -218,8 +199,7 @@ class HostSlots:
                     time.sleep(0.001)  # let the engine's thread have the interpreter
                 self._holds.pop(slot, None)
                 self._gathers.pop(slot, None)
-                if self._checksums is not None:
-                    self._checksums.keep(slot, None)
+                self.checksums.keep(slot, None)
             try:
                 while self.memory.shrink(max(self._wanted, self._kept)):
                     pass
@@ -241,10 +221,9 @@ class HostSlots:
                 failed.add(number)
                 continue
             # Waits for the target's last block, too.
-            checksum, _ = self.checksums([source, target])
+            checksum, _ = self.checksums.of([source, target])
             self.memory.move(source, target)
-            if self._checksums is not None:
-                self._checksums.keep(target, checksum)
+            self.checksums.keep(target, checksum)
             self._holds[target] = key
         return JobResult(1, failed)
 
@@ -341,8 +320,7 @@ class HostSlots:
         for item in fresh:
             self._gathers[item.slot] = copy
             self._holds[item.slot] = item.key
-        if self._checksums is not None:
-            self._checksums.begin(slots, copy)
+        self.checksums.begin(slots, copy)
         return copy
 
     def empty(self, slots: Sequence[int]) -> None:
@@ -356,8 +334,7 @@ class HostSlots:
     def filled(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """These slots hold these blocks now, verified."""
         self._holds.update(zip(slots, keys, strict=True))
-        if self._checksums is not None:
-            self._checksums.begin(slots, ENDED)
+        self.checksums.begin(slots, ENDED)
 
     def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
         """Wait for the gathers of these slots; True for each that then holds its key's block.
@@ -375,22 +352,16 @@ class HostSlots:
                 self._gathers.pop(slot, None)
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
 
-    def checksums(self, slots: Sequence[int]) -> list[bytes | None]:
-        """The checksums that the blocks of these slots had when they were gathered; waits for
-        them."""
-        return [None] * len(slots) if self._checksums is None else self._checksums.of(slots)
-
     def is_intact(self, slot: int) -> bool:
         """Whether the slot has a checksum, and its bytes still match."""
-        return self.checksums([slot]) == [digest(self.memory.payload(slot))]
+        return self.checksums.of([slot]) == [digest(self.memory.payload(slot))]
 
     def close(self) -> None:
         """Release memory and threads once the last tier of the chain closes."""
         self._users -= 1
         if self._users == 0 and self._copier is not None:
             self._copier.close()
-            if self._checksums is not None:
-                self._checksums.close()
+            self.checksums.close()
             if self._prefault is not None:
                 self._prefault.close()
             self._wanted = len(self.memory.rows) + self._kept  # what is given back goes at once

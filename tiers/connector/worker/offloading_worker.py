@@ -205,7 +205,7 @@ class Puts:
             self._rate_limit.take(len(part) * size)
             slots = [item.slot for item in part]
             payloads = map(memory.payload, slots)
-            checksums = self._host.checksums(slots)
+            checksums = self._host.checksums.of(slots)
             held = self._store.put([*map(GatheredBlock, names, payloads, checksums, where)])
             for at, is_held in zip(places, held, strict=True):
                 stored[at] = is_held
@@ -255,7 +255,7 @@ class OffloadingWorker(WorkerConnector):
         self._loading = Loading(self._log_name, host, self._load_rate, self._verify, at_once)
         self._filling = Filling(name, host, self._load_rate)
         if self._verify or spec is not None:
-            host.keep_checksums()
+            host.checksums.are_kept = True
         writers = 1 if host.engine.replicated else host.engine.world_size
         self._rate_limit = RateLimit(spec.store_rate if spec else None, writers)
         self._writer = IoExecutor(1, f"store-{name}")
@@ -287,7 +287,7 @@ class OffloadingWorker(WorkerConnector):
                     store = open_guarded(spec, site, puts_apart=apart)
                 if apart and not self._closed:
                     self._is_apart = True
-                    self._host.checksum_apart(1)
+                    self._host.checksums.compute_apart()
                 self._loading.serve(store, handshake.namespace)
                 self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
@@ -523,7 +523,7 @@ class OffloadingWorker(WorkerConnector):
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY
         if self._store is not None:
-            health = warned(self._host.checksums_here(), self._store.health)
+            health = warned(self._host.checksums.computed_here, self._store.health)
         health = warned(self._host.copier_warning(), health)
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
@@ -559,7 +559,7 @@ class OffloadingWorker(WorkerConnector):
         if self._store is not None:
             self._store.close(HUNG_CLOSE_SECONDS if lost else None)
         if self._is_apart:
-            self._host.checksum_apart(-1)
+            self._host.checksums.compute_apart(-1)
 
 
 def _fence(stores: Iterable[_Store]) -> None:
