@@ -27,7 +27,7 @@ class WeightVerdict:
     """
 
     def __init__(self, generation: _Generation, look: Look, part: int, is_shared: bool) -> None:
-        self._generation, self._look, self._part = generation, look, part
+        self._generation, self.look, self._part = generation, look, part
         self.here: Future[bool] = Future()
         self.everywhere: Future[bool] = Future() if is_shared else self.here
         self._is_shared = is_shared
@@ -46,14 +46,12 @@ class WeightVerdict:
         """Whether `unchanged_everywhere` would wait for the scheduler."""
         return self._is_shared and not self.everywhere.done()
 
-    def ready(self) -> bool:
-        return self._look.ready()
-
     def judge(self) -> bool:
         """Compare what is seen with what the generation stands for."""
         generation = self._generation
         try:
-            unchanged = not generation.is_over and self._look.seen() == generation.shown(self._part)
+            shown = generation.shown[self._part]
+            unchanged = not generation.is_over and self.look.seen() == shown.seen()
         except RuntimeError:  # a device that failed shows nothing
             unchanged = False
         generation.is_over |= not unchanged
@@ -62,36 +60,30 @@ class WeightVerdict:
 
 
 class _Generation:
-    """The looks of one generation. `tag`: the end of its keys."""
+    """The `looks` of one generation that are not judged yet. `tag`: the end of its keys. `shown`:
+    what the weights that it stands for show, of each part."""
 
     def __init__(self, tag: bytes, weights: Weights) -> None:
         self.tag = tag
         self.is_over = False
-        self._shown = [weights.look(part) for part in range(weights.parts)]
-        self._looks: deque[WeightVerdict] = deque()
+        self.shown = [weights.look(part) for part in range(weights.parts)]
+        self.looks: deque[WeightVerdict] = deque()
         # Looks are judged in order: else one after the weights have been changed back could be
         # believed before the one that differed is judged.
         self._judging = threading.Lock()
-
-    def shown(self, part: int) -> bytes:
-        """What the weights that it stands for show of a part."""
-        return self._shown[part].seen()
-
-    def add(self, verdict: WeightVerdict) -> None:
-        self._looks.append(verdict)
 
     def judge(self, upto: WeightVerdict) -> None:
         """Judge the looks up to this one; waits for the device."""
         with self._judging:
             while not upto.here.done():
-                self._looks.popleft().judge()
+                self.looks.popleft().judge()
 
     def judge_ready(self) -> None:
         """Judge those that need no waiting, unless a tier's thread is about to."""
         if self._judging.acquire(blocking=False):
             try:
-                while self._looks and self._looks[0].ready():
-                    self._looks.popleft().judge()
+                while self.looks and self.looks[0].look.ready():
+                    self.looks.popleft().judge()
             finally:
                 self._judging.release()
 
@@ -150,7 +142,7 @@ class WeightWatch(Watch):
             is_shared = stores and self._is_shared
             look = self._weights.look(self._part)
             verdict = WeightVerdict(generation, look, self._part, is_shared)
-            generation.add(verdict)
+            generation.looks.append(verdict)
             self._looks[tag, stores] = verdict
             if is_shared and self._number is not None:
                 self._unreported[self._number] = self._awaited[self._number] = verdict
