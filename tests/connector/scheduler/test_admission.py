@@ -93,7 +93,7 @@ def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
     tier.update({1: HEALTHY._replace(writes=False)})
     assert stores.claim(offers, [True]) == ({}, {7: "store_dropped_down"})
     tier.update({1: HEALTHY})
-    assert list(stores.claim(offers, [True]).items) == [7]
+    assert list(stores.claim(offers, [True])[0]) == [7]
 
 
 def test_what_the_engine_gives_away_before_there_is_room_holds_nothing_back(clock: Clock) -> None:

@@ -104,12 +104,9 @@ def _kept(
     return Offers(kept_numbers, [request_state.keys[number] for number in kept_numbers], places)
 
 
-class Claimed(NamedTuple):
-    """The outcome of some offers, by the number of each. `items`: those that are stored. `refused`:
-    those that the tier misses and does not get, and the counter that names the reason."""
-
-    items: dict[int, StoreItem]
-    refused: dict[int, str]
+Claimed = tuple[dict[int, StoreItem], dict[int, str]]
+"""The outcome of some offers, by the number of each: those that are stored, and those that the tier
+misses and does not get, with the counter that names the reason."""
 
 
 class TierStores:
@@ -293,7 +290,7 @@ class TierStores:
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
         if not any(missed):  # as of most prompts that come again
-            return Claimed(items, refused)
+            return items, refused
         behind = behind or (None if self._tier.writes else "store_dropped_down")
         claim, room, block_bytes = tier.pool.claim, self._room(), tier.block_bytes
         asks, holds_room = not admission.admits_all, not tier.manager.completes_on_gather
@@ -316,7 +313,7 @@ class TierStores:
             in_flight.add(key)
             items[number] = StoreItem(key, claimed.slot, paged if claimed.fresh else None)
         self.slots_pinned += len(items)
-        return Claimed(items, refused)
+        return items, refused
 
     def _room(self) -> int:
         """How many blocks more may be stored at once, as far as that decides."""
