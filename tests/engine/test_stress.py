@@ -154,10 +154,10 @@ def assert_nothing_left(engine: ReplayEngine) -> None:
     """No slot, pin, job or block belongs to a request any more; residents hold one reference."""
     assert engine.scheduler.pool.num_free == engine.num_blocks
     assert engine.connector is not None
-    assert not len(engine.connector._requests)
+    assert not engine.connector._requests._states
     tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
     for tier in tiers:
-        assert tier.jobs_in_flight == tier.slots_pinned == 0
+        assert tier.jobs_in_flight == tier._stores.slots_pinned == 0
     pool = tiers[0].pool
     assert {pool.references(slot) for slot in range(pool.num_slots)} <= {0, 1}
     assert pool.in_use <= HOST_BLOCKS

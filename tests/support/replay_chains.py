@@ -110,10 +110,10 @@ def close(engine: ReplayEngine) -> None:
         return
     engine.settle()
     assert engine.scheduler.pool.num_free == engine.num_blocks
-    assert engine.connector is None or not len(engine.connector._requests)
+    assert engine.connector is None or not engine.connector._requests._states
     for place in range(len(engine.connector.children) if engine.connector else 0):
         scheduler = scheduler_of(engine, place)
-        assert not scheduler._jobs.any_loading and not scheduler.slots_pinned
+        assert not scheduler._jobs.any_loading and not scheduler._stores.slots_pinned
     engine.close()
 
 

@@ -290,7 +290,8 @@ def test_what_is_refused_touches_nothing(tmp_path: Path) -> None:
         first = ask_for(engine, chain_of(b, a), if_version=1)
         assert "another change" in ask_for(engine, chain_of(b, a)).why
         finish(engine, first)
-        assert changes_of(engine).version == 2 and not changes_of(engine).is_busy
+        assert changes_of(engine).version == 2 and not changes_of(engine)._leaving
+        assert changes_of(engine)._pending is None
 
 
 def test_tiers_whose_blocks_routers_know_do_not_leave(tmp_path: Path) -> None:

@@ -251,11 +251,6 @@ class Changes:
     # -- steps -------------------------------------------------------------------------------
 
     @property
-    def is_busy(self) -> bool:
-        """Whether steps have something to do for a change."""
-        return self._pending is not None or bool(self._leaving)
-
-    @property
     def waits(self) -> bool:
         """Whether only a step brings a change on, of an engine that has nothing else to do."""
         closing = any(leaving.closing is not None for leaving in self._leaving.values())

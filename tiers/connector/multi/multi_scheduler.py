@@ -274,8 +274,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         saves, self._more_saves = self._more_saves, {}
         pieces = {one.request.request_id: one.pieces for one in self._in_pieces}
         self._in_pieces.clear()
-        is_changing = self.changes is not None and self.changes.is_busy
-        changes = self.changes.step() if self.changes is not None and is_changing else ()
+        changes = () if self.changes is None else self.changes.step()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
         orders = self._agreement.orders(metadata)

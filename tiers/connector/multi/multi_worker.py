@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +114,11 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._loads_awaited |= _loads_of_several(getattr(self._metadata, "metadata", ()))
+        orders = getattr(self._metadata, "metadata", ())
+        tiers = [tier for tier in orders if isinstance(tier, OffloadingConnectorMetadata)]
+        loading = Counter(job.request_id for tier in tiers for job in tier.reqs_to_load)
+        several = {request: Awaited(jobs) for request, jobs in loading.items() if jobs > 1}
+        self._loads_awaited |= several
         for request, pieces in getattr(self._metadata, "pieces", {}).items():
             self._loads_awaited[request] = Awaited(len(pieces), pieces)
         self.for_each(lambda child: child.start_load_kv(forward_context, **kwargs))
@@ -211,13 +215,6 @@ class Awaited:
 
 ALONE = Awaited()
 """That of a request that no two children load, or tiers that report blocks themselves."""
-
-
-def _loads_of_several(orders: Iterable[Any]) -> dict[str, Awaited]:
-    """Requests that more than one tier begins to load."""
-    tiers = [tier for tier in orders if isinstance(tier, OffloadingConnectorMetadata)]
-    loading = Counter(job.request_id for tier in tiers for job in tier.reqs_to_load)
-    return {request_id: Awaited(jobs) for request_id, jobs in loading.items() if jobs > 1}
 
 
 def _last(awaited: dict[str, Awaited], ended: set[str]) -> set[str]:

@@ -182,9 +182,6 @@ class RequestTable:
         self._weights: str | None = None
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def know_weights(self, weights: str) -> None:
         """A shared tier's workers know what names the engine's weights; empty: not yet."""
         before, self._weights = self._weights, weights or self._weights or ""
