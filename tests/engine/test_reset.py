@@ -87,7 +87,9 @@ def test_stored_and_being_stored(
     go.clear()
     finish(made, OTHER)
     assert made.connector is not None
-    assert any(scheduler_of(made, n).slots_pinned for n in range(len(made.connector.children)))
+    assert any(
+        scheduler_of(made, n)._stores.slots_pinned for n in range(len(made.connector.children))
+    )
     assert made.reset_cache()
     go.set()
     made.settle()

@@ -55,9 +55,9 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
     request = made.add(LONG, 30)
     store.pace.hang("put")
     scheduler = scheduler_of(made)
-    while not scheduler.slots_pinned:  # the lookup is answered in the background
+    while not scheduler._stores.slots_pinned:  # the lookup is answered in the background
         made.step()
-    assert scheduler.slots_pinned == 16
+    assert scheduler._stores.slots_pinned == 16
     store.pace.resume()
     half: Any = made.workers[0]
     in_flight = half.connector.children[0]._stores
@@ -110,7 +110,7 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
     monkeypatch.setattr("tiers.connector.scheduler.tier_stores.RETRIES", 5)
     store.pace.resume()
-    while scheduler.slots_pinned:
+    while scheduler._stores.slots_pinned:
         asked.clear()
         made.step()
         assert sum(asked) <= 5 + 4
@@ -239,7 +239,7 @@ def test_a_slow_tier_s_queue_is_as_long_as_it_stores_in_ten_seconds(
     store.pace.hang("put")
     for n in range(5):
         ask(made, [n, *LONG])
-    assert scheduler_of(made).slots_pinned == 20, "two blocks a second"
+    assert scheduler_of(made)._stores.slots_pinned == 20, "two blocks a second"
     assert measured(made, "store_dropped_inflight") > 300
     store.pace.resume()
     made.settle()

@@ -207,7 +207,7 @@ class Soak:
             self.report.stuck_requests += 1
         tiers = tiers_of(engine)
         leaked = engine.num_blocks - engine.scheduler.pool.num_free
-        leaked += sum(tier.slots_pinned for tier in tiers)
+        leaked += sum(tier._stores.slots_pinned for tier in tiers)
         if tiers:  # a change that failed may have left none
             leaked += tiers[0].pool.in_use - sum(tier.manager.slots_kept() for tier in tiers)
         self.report.leaked_slots += leaked

@@ -28,7 +28,7 @@ def running(chain: ChainSpec, ranks: int = 2, **more: Any) -> Iterator[ReplayEng
         engine.settle()
         assert engine.scheduler.pool.num_free == engine.num_blocks
         for tier in tiers_of(engine):
-            assert not tier.jobs_in_flight and not tier.slots_pinned
+            assert not tier.jobs_in_flight and not tier._stores.slots_pinned
     finally:
         if not engine.closed:
             engine.close()

@@ -88,14 +88,10 @@ class LiveChain:
                 tier.stop_warming()
             if spec.tier_name not in self._names:
                 self._names.append(spec.tier_name)
-        self._reopen_observers(before, chain)
-
-    def _reopen_observers(self, before: ChainSpec, after: ChainSpec) -> None:
-        """Exchange what records or counts by settings that differ."""
-        if before.record != after.record:
-            self._reopen("record", after)
-        if before.ghosts != after.ghosts or (after.ghosts and before.tiers != after.tiers):
-            self._reopen("ghosts", after)
+        if before.record != chain.record:
+            self._reopen("record", chain)
+        if before.ghosts != chain.ghosts or (chain.ghosts and before.tiers != chain.tiers):
+            self._reopen("ghosts", chain)
 
     def _reopen(self, key: str, chain: ChainSpec) -> None:
         """Close the observers of a kind, and open those of this chain, beside the steps."""

@@ -44,10 +44,6 @@ class Generation:
     def owns(self, key: bytes) -> bool:
         return key.endswith(self.tag)
 
-    def block(self, key: bytes) -> bytes:
-        """The `block` that `key` was called with. Only for keys of this generation."""
-        return key[: len(key) - len(self.tag)]
-
 
 def space_of(namespace: bytes, generation: bytes) -> bytes:
     """The prefix of a store's names for the blocks of a rank, in this generation.

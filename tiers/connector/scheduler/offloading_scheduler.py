@@ -206,12 +206,7 @@ class OffloadingScheduler(SchedulerConnector):
         manager = self.manager
         usage = manager.usage()
         capacity = self._spec.capacity_bytes if usage.capacity is None else usage.capacity
-        return usage.used + manager.slots_kept() * self._tier.open.slot_bytes, capacity
-
-    @property
-    def slots_pinned(self) -> int:
-        """Slots of blocks whose stores are in flight."""
-        return self._stores.slots_pinned
+        return usage.used + manager.slots_kept() * self._opener.slot_bytes, capacity
 
     @property
     def jobs_in_flight(self) -> int:
@@ -461,7 +456,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def _shrink(self, orders: OffloadingConnectorMetadata) -> None:
         """Have slots given back that the host pool has no more: a step's part of it."""
-        pool, part = self.pool, self._tier.open.slot_bytes // self._requests.engine.world_size
+        pool, part = self.pool, self._opener.slot_bytes // self._requests.engine.world_size
         most = 0 if self._jobs.any_into_slots else batch_blocks(max(1, part))
         if moves := self.manager.shrink(most):
             orders.moves = MoveJob(self._jobs.next_id(), [*moves])

@@ -38,9 +38,9 @@ OnEvict = Callable[[bytes], None]
 
 class OpenTier(NamedTuple):
     """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks that store
-    a part of it. `slot_bytes`: of its slots in the pool, over all ranks. `inventory`: of what
-    was announced; None: the engine takes no events. `one_writer`: several ranks have the same part,
-    which one stores. `max_blocks`: that it has room for; 0: no bound is known here."""
+    a part of it. `inventory`: of what was announced; None: the engine takes no events.
+    `one_writer`: several ranks have the same part, which one stores. `max_blocks`: that it has room
+    for; 0: no bound is known here."""
 
     manager: TierManager
     pool: SlotPool
@@ -48,7 +48,6 @@ class OpenTier(NamedTuple):
     inventory: Inventory | None = None
     one_writer: bool = False
     max_blocks: int = 0
-    slot_bytes: int = 0
 
 
 NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
@@ -123,7 +122,7 @@ class TierOpener:
         stored = handshakes[:1] if one_writer else handshakes
         block_bytes = sum(handshake.payload_bytes for handshake in stored)
         room = self._room(tier, len(stored))
-        return OpenTier(manager, pool, block_bytes, inventory, one_writer, room, self.slot_bytes)
+        return OpenTier(manager, pool, block_bytes, inventory, one_writer, room)
 
     def _room(self, tier: OffloadingSpec, writers: int) -> int:
         """How many blocks a tier has room for, of which `writers` ranks store a part."""

@@ -34,16 +34,13 @@ class RankKeys:
     def __len__(self) -> int:
         return len(self._namespaces)
 
-    def _spaces(self) -> list[bytes]:
-        return self._spaces_of(self._generation.tag)
-
-    def _spaces_of(self, tag: bytes) -> list[bytes]:
+    def _spaces(self, tag: bytes) -> list[bytes]:
         return [space_of(namespace, tag) for namespace in self._namespaces]
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """All names of blocks, block by block."""
         # A block's rank parts lie together: a store that evicts one of them loses the block.
-        spaces = self._spaces()
+        spaces = self._spaces(self._generation.tag)
         return [space + key for key in keys for space in spaces]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -51,7 +48,7 @@ class RankKeys:
         caller's thread."""
         tag = self._generation.tag  # once: a reset may come at any time, on another thread
         is_ours = bool(keys) and keys[0].endswith(tag)
-        return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
+        return _everywhere(self._store.has, self._spaces(tag if is_ours else b""), keys)
 
     def has_prompts(
         self, prompts: Sequence[Sequence[bytes]], in_order: Sequence[bool], packed: Sequence[bool]
@@ -63,7 +60,7 @@ class RankKeys:
         size, tag = len(in_order), self._generation.tag
         held = [[False] * len(keys) for keys in prompts]
         counts = [len(keys) // size for keys in prompts]
-        spaces = [self._spaces_of(tag if k and k[0].endswith(tag) else b"") for k in prompts]
+        spaces = [self._spaces(tag if k and k[0].endswith(tag) else b"") for k in prompts]
         every = list(product(range(len(prompts)), range(size)))
 
         def place(prompt: int, part: int) -> slice:
@@ -116,7 +113,7 @@ class RankKeys:
         """Look up in the store's index which blocks it holds. Misses of the first rank are not
         asked of the others: a prompt that is not there costs the same however many there are.
         """
-        first, *others = self._spaces()
+        first, *others = self._spaces(self._generation.tag)
         held = index.peek([first + key for key in keys])
         if others and (some := list(compress(keys, held))):
             of_others = iter(_everywhere(index.peek, others, some))

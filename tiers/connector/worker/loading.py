@@ -134,10 +134,6 @@ class Load:
         """Seconds in which a store may answer; none once the load has ended."""
         return 0.0 if self.is_over else self._answer_by - self._now()
 
-    def shares(self, other: Load) -> bool:
-        """Whether both are of one generation."""
-        return self.job.generation == other.job.generation
-
     def record_missing(self, numbers: Iterable[int]) -> None:
         """Record the items, by number, that the tier does not have."""
         with self._lock:
@@ -265,7 +261,8 @@ class Loading:
             items = load.job.items
             is_resident = all(item.slot is not None for item in items)
             more = len(items) if is_resident else self._wave + 1  # a store's are read one by one
-            if group and not (size + more <= self._wave and load.shares(group[0])):
+            is_alike = not group or load.job.generation == group[0].job.generation
+            if group and not (is_alike and size + more <= self._wave):
                 yield group
                 group, size = [], 0
             group.append(load)
