@@ -24,15 +24,13 @@ class ChangeOrder:
     | detach | closes tiers that have nothing in flight, and reports once they are closed |
 
     `attach`: tiers that are opened, and `retune`: those that take other settings, by place.
-    `resized`: the places of those that get another capacity. `closed`: of the tiers that are
-    closed.
+    `closed`: the places of those that are closed.
     """
 
     number: int
     phase: Phase
     attach: Mapping[int, OffloadingSpec] = field(default_factory=dict)
     retune: Mapping[int, OffloadingSpec] = field(default_factory=dict)
-    resized: tuple[int, ...] = ()
     closed: tuple[int, ...] = ()
 
 

@@ -78,19 +78,16 @@ class Stage:
     attach: Mapping[str, OffloadingSpec]
     leave: tuple[str, ...]
     retune: Mapping[str, OffloadingSpec]
-    resized: tuple[str, ...]
 
     @classmethod
     def between(cls, old: ChainSpec, new: ChainSpec) -> Stage:
         before = {tier.tier_name: tier for tier in old.tiers}
         after = {tier.tier_name: tier for tier in new.tiers}
-        both = [name for name in after if name in before]
         return cls(
             new,
             {name: tier for name, tier in after.items() if name not in before},
             tuple(name for name in before if name not in after),
-            {name: after[name] for name in both if after[name] != before[name]},
-            tuple(n for n in both if after[n].capacity_bytes != before[n].capacity_bytes),
+            {name: tier for name, tier in after.items() if before.get(name, tier) != tier},
         )
 
 
@@ -322,9 +319,8 @@ class Changes:
     def _order(
         self, phase: Phase, stage: Stage, attach: Mapping[int, OffloadingSpec]
     ) -> ChangeOrder:
-        place = self._half.names.index
-        retune = {place(name): tier for name, tier in stage.retune.items()}
-        return ChangeOrder(self._number, phase, attach, retune, tuple(map(place, stage.resized)))
+        retune = {self._half.names.index(name): tier for name, tier in stage.retune.items()}
+        return ChangeOrder(self._number, phase, attach, retune)
 
     def _open(self, stage: Stage) -> None:
         """Open this process's side, of which a thread makes the stores."""

@@ -30,7 +30,7 @@ class ChangeParts:
 class _Prepared:
     number: int
     attach: dict[int, Any]
-    resized: tuple[int, ...]
+    resized: Sequence[Any]
     resize: Future[str] | None = None
     why: str = ""
 
@@ -66,17 +66,18 @@ class WorkerChanges:
 
     def _prepare(self, order: ChangeOrder) -> None:
         self._is_reported = False
-        self._prepared = prepared = _Prepared(order.number, {}, order.resized)
+        retuned = [(self._half.children[place], tier) for place, tier in order.retune.items()]
+        resized = {child: tier for child, tier in retuned if child.capacity != tier.capacity_bytes}
+        self._prepared = prepared = _Prepared(order.number, {}, [*resized])
         try:
             for place, tier in order.attach.items():
                 made = prepared.attach[place] = self._parts.make(tier)
                 made.open_beside()
         except (RuntimeError, OSError) as error:  # no thread or memory can be had
             prepared.why = reason_of(error)
-        resized = [(self._half.children[place], order.retune[place]) for place in order.resized]
 
         def prepare_all() -> str:
-            reasons = (child.prepare_resize(tier) for child, tier in resized)
+            reasons = (child.prepare_resize(tier) for child, tier in resized.items())
             return next((why for why in reasons if why), "")
 
         if resized:
@@ -91,23 +92,15 @@ class WorkerChanges:
                 before[0].shutdown()  # it stood in for the tier, and has nothing
         for place, tier in order.retune.items():
             self._half.children[place].retune(tier)
-            if place in order.resized:
-                self._half.children[place].resize(tier)
 
     def _abort(self) -> None:
         prepared, self._prepared = self._prepared, None
         for child in prepared.attach.values() if prepared is not None else ():
             self._closer.submit(child.detach)
             self._parts.release()
-        if prepared is None or prepared.resize is None:
-            return
-        resized = [self._half.children[place] for place in prepared.resized]
-
-        def abort_all() -> None:
-            for child in resized:
-                child.abort_resize()
-
-        self._resizer.submit(abort_all)  # behind what is being prepared, which may take its time
+        for child in prepared.resized if prepared is not None else ():
+            # Behind what is being prepared, which may take its time.
+            self._resizer.submit(child.abort_resize)
 
     def _detach(self, place: int) -> None:
         child = self._half.children[place]

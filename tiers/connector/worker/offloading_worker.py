@@ -226,6 +226,7 @@ class OffloadingWorker(WorkerConnector):
 
     def __init__(self, tier: OffloadingSpec, host: HostSlots, drain: float) -> None:
         self.tier = name = tier.tier_name
+        self.capacity = tier.capacity_bytes
         self._log_name = log_name(tier)
         self._spec = spec = tier if isinstance(tier, StoreSpec) else None
         self._verify = isinstance(tier, HostSpec) and tier.verify == "always"
@@ -313,7 +314,9 @@ class OffloadingWorker(WorkerConnector):
         return None if self.get_handshake_metadata() is None else self._unusable or ""
 
     def retune(self, spec: OffloadingSpec) -> None:
-        """Work by these settings from now on."""
+        """Work by these settings from now on; another capacity is prepared (see `resize`)."""
+        if spec.capacity_bytes != self.capacity:
+            self.resize(spec)
         if isinstance(spec, StoreSpec):
             self._spec = spec
             self._rate_limit.change(spec.store_rate)
@@ -336,6 +339,7 @@ class OffloadingWorker(WorkerConnector):
     def resize(self, spec: OffloadingSpec) -> None:
         """Have the tier hold the capacity of `spec`, its own settings otherwise; it is prepared.
         Called by the engine's thread, before the step begins. Does not wait."""
+        self.capacity = spec.capacity_bytes
         if isinstance(spec, StoreSpec):
             self._spec = spec
             if self._store is not None:
