@@ -6,19 +6,16 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
-from tiers.connector.live_chain import LiveChain, OpenObservers, tenant_names
+from tiers.connector.live_chain import LiveChain, tenant_names
 from tiers.connector.multi.multi_scheduler import MultiSettings
 from tiers.connector.multi.worker_changes import ChangeParts
-from tiers.connector.observers import open_ghosts, open_recorder
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.policy.tenant_counts import TenantCounts
-from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.connector.worker.host_slots import HostSlots
@@ -65,28 +62,12 @@ def scheduler_parts(
         tenants=TenantCounts(tenant_names(chain)),
     )
     opener = TierOpener(chain, engine, generation, now)
-
-    def open_tier(tier: OffloadingSpec, chain: ChainSpec) -> OffloadingScheduler:
-        return OffloadingScheduler(
-            tier,
-            requests,
-            opener,
-            Admission(tier, now, len(chain.tiers) == 1, opener.size.step_blocks),
-            Tenants(tier.tier_name, chain.tenants, chain.max_retained),
-            chain.promote,
-            chain.events.self_describing_kv_events,
-            now,
-        )
-
     observers: list[RequestObserver] = []
     names = _names(chain)
     explanations = open_explanations(chain.explain, names, engine.block_tokens)
     if explanations is not None:
         observers.append(explanations)
-    opens: dict[str, OpenObservers] = {
-        "record": partial(open_recorder, requests, opener, now),
-        "ghosts": partial(open_ghosts, requests, opener, now),
-    }
+    live = LiveChain(chain, requests, opener, now, names, observers)
     settings = MultiSettings(
         load_policy=chain.load_policy,
         requests=requests,
@@ -95,9 +76,9 @@ def scheduler_parts(
         observers=observers,
         explainer=explanations or Explanations(),
         reports_cached=chain.report_cached_tokens,
-        rebuilder=LiveChain(chain, requests, opener, open_tier, names, observers, opens),
+        rebuilder=live,
     )
-    tiers = [open_tier(tier, chain) for tier in chain.tiers]
+    tiers = [live.make(tier, chain) for tier in chain.tiers]
     _warm(chain, tiers)
     return SchedulerParts(tiers, _names(chain), _identity(chain), settings)
 

@@ -10,17 +10,13 @@ from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import IoExecutor
+from tiers.connector.observers import open_ghosts, open_recorder
 from tiers.connector.policy.request_state import RequestTable
-from tiers.connector.scheduler.admission import Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.contract.protocols import RequestObserver
 
 logger = logging.getLogger(__name__)
-
-MakeTier = Callable[[OffloadingSpec, ChainSpec], OffloadingScheduler]
-OpenObservers = Callable[[ChainSpec], Sequence[RequestObserver]]
-"""Opens the observers of one kind that a chain has."""
 
 
 def tenant_names(chain: ChainSpec) -> dict[str, str]:
@@ -31,8 +27,8 @@ def tenant_names(chain: ChainSpec) -> dict[str, str]:
 class LiveChain:
     """The `Rebuilder` of a chain of tiers. Used by the scheduler's thread, but `refusals`.
 
-    `observers` is the scheduler's own list. Some of them change with the chain: those that `opens`
-    opens, by the chain's key.
+    `observers` is the scheduler's own list. Some of them change with the chain: those that `_opens`
+    has by the chain's key.
     """
 
     def __init__(
@@ -40,19 +36,19 @@ class LiveChain:
         chain: ChainSpec,
         requests: RequestTable,
         opener: TierOpener,
-        make: MakeTier,
+        now: Callable[[], float],
         names: list[str],
         observers: list[RequestObserver],
-        opens: Mapping[str, OpenObservers],
     ) -> None:
         """`names`: of the places of the chain, which whoever explains requests reads, too."""
         self.chain = chain
-        self._requests, self._opener, self._make = requests, opener, make
+        self._requests, self._opener, self._now = requests, opener, now
         self._names = names
         self._observers = observers
-        self._opens = opens
-        self._opened = {key: self._open(key, chain) for key in opens}
-        self._wanted = dict.fromkeys(opens, chain)
+        self._opens: Mapping[str, Callable[..., Sequence[RequestObserver]]]
+        self._opens = {"record": open_recorder, "ghosts": open_ghosts}
+        self._opened = {key: self._open(key, chain) for key in self._opens}
+        self._wanted = dict.fromkeys(self._opens, chain)
         """The chains whose observers of each kind are open, or will be; none once it is closed."""
         # Without it observers that open while another chain comes would stay. Held for moments.
         self._exchanging = threading.Lock()
@@ -73,17 +69,15 @@ class LiveChain:
 
     def make(self, tier: OffloadingSpec, chain: ChainSpec) -> OffloadingScheduler:
         self._opener.follow(chain)
-        return self._make(tier, chain)
+        return OffloadingScheduler(tier, chain, self._requests, self._opener, self._now)
 
     def apply(self, chain: ChainSpec, tiers: Sequence[OffloadingScheduler]) -> None:
         before, self.chain = self.chain, chain
         self._opener.follow(chain)
         self._requests.retune(chain.max_wait, chain.store)
         self._requests.tenants.names = tenant_names(chain)
-        is_only = len(chain.tiers) == 1
         for spec, tier in zip(chain.tiers, tiers, strict=True):
-            tenants = Tenants(spec.tier_name, chain.tenants, chain.max_retained)
-            tier.retune(spec, tenants, chain.promote, is_only, chain.max_wait)
+            tier.retune(spec, chain)
             if before.warm != chain.warm:
                 tier.stop_warming()
             if spec.tier_name not in self._names:
@@ -121,7 +115,7 @@ class LiveChain:
 
     def _open(self, key: str, chain: ChainSpec) -> Sequence[RequestObserver]:
         try:
-            return tuple(self._opens[key](chain))
+            return self._opens[key](self._requests, self._opener, self._now, chain)
         except RuntimeError as error:
             logger.warning("%s: left out until its settings change: %s", key, error)
             return ()

@@ -456,10 +456,10 @@ def test_a_recorder_opens_though_another_change_follows(
         live: Any = changes_of(engine)._rebuilder
         opens = live._opens["record"]
 
-        def slowly(chain: ChainSpec) -> Any:
+        def slowly(*args: Any) -> Any:
             opened.set()
             goes_on.wait(60)
-            return opens(chain)
+            return opens(*args)
 
         live._opens = {**live._opens, "record": slowly}
         kept = {"record": {"path": str(tmp_path / "kept")}}

@@ -398,7 +398,7 @@ def test_a_tier_that_may_have_less_in_flight_by_now_is_offered_nothing_again() -
     _, (job,) = _begin(halves, [prompt], blocks=5)
     assert len(job.items) == 3
     less = index._spec.model_copy(update={"max_inflight": index.block_bytes})
-    index._stores.retune(less, promote=True, is_only_tier=True)
+    index._tier.admission.use(less, is_only_tier=True)
     assert _answer(halves, prompt, 5 * TOKENS + 1)[1] == []
 
 

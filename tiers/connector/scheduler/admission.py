@@ -274,9 +274,9 @@ class Tenants:
         self._kept: defaultdict[str, dict[bytes, None]] = defaultdict(dict)
         self._owner: dict[bytes, str] = {}
 
-    def follow(self, other: Tenants) -> None:
+    def follow(self, rules: Mapping[str, TenantSpec], max_retained: float) -> None:
         """Go by these rules from now on, over the blocks counted so far."""
-        self._rules, self._max_retained = other._rules, other._max_retained
+        self._rules, self._max_retained = rules, max_retained
 
     def may_keep(self, tenant: str) -> bool:
         """Whether the tier is one for this tenant."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from spec.chain import WarmSpec
+from spec.chain import ChainSpec, WarmSpec
 from spec.offloading import LOADS_AT_ONCE, OffloadingSpec, StoreSpec
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
@@ -57,25 +56,24 @@ class OffloadingScheduler(SchedulerConnector):
     def __init__(
         self,
         spec: OffloadingSpec,
+        chain: ChainSpec,
         requests: RequestTable,
         opener: TierOpener,
-        admission: Admission,
-        tenants: Tenants,
-        promote: bool,
-        describes: bool = True,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float],
     ) -> None:
-        """`requests`: those of all tiers of a chain. `promote`: whether loaded blocks are stored,
-        too. `describes`: see `KVEvents`. `now`: seconds, never going back."""
+        """`requests`, `opener`: those of all tiers of the chain. `now`: seconds, never going
+        back."""
         self.load_cost = LoadCost(now, getattr(spec, "loads_at_once", LOADS_AT_ONCE))
-        self._requests, self._promote, self._now = requests, promote, now
+        self._requests, self._now = requests, now
         self._hit_source = spec.hit_source
         self._spec, self._opener = spec, opener
-        events = KVEvents(place_of(spec), requests, describes)
+        admission = Admission(spec, now, len(chain.tiers) == 1, opener.size.step_blocks)
+        tenants = Tenants(spec.tier_name, chain.tenants, chain.max_retained)
+        events = KVEvents(place_of(spec), requests, chain.events.self_describing_kv_events)
         self._tier = tier = Tier(spec.tier_name, requests, admission, tenants, events)
         self._jobs = Jobs(requests.engine.world_size)
         self._hints = TierHints(tier, now)
-        self._stores = TierStores(tier, self._jobs, self._hints, promote)
+        self._stores = TierStores(tier, self._jobs, self._hints, chain.promote)
         self._stores.is_paused = not spec.may_store
         self._loads: list[LoadJob] = []
         self._handshakes: dict[int, WorkerHandshake] = {}
@@ -139,14 +137,12 @@ class OffloadingScheduler(SchedulerConnector):
         if not self._tier.usable:  # the change was given up meanwhile
             self.shutdown()
 
-    def retune(
-        self, spec: OffloadingSpec, tenants: Tenants, promote: bool, is_only: bool, max_wait: float
-    ) -> None:
+    def retune(self, spec: OffloadingSpec, chain: ChainSpec) -> None:
         """Work by these settings from now on, and by those of its chain; see `Admission`."""
-        self._promote = promote
-        self._tier.tenants.follow(tenants)
-        self._stores.retune(spec, promote, is_only)
-        self.manager.retune(spec, lookup_seconds(max_wait))
+        self._tier.tenants.follow(chain.tenants, chain.max_retained)
+        self._stores.promote, self._stores.is_paused = chain.promote, not spec.may_store
+        self._tier.admission.use(spec, len(chain.tiers) == 1)
+        self.manager.retune(spec, lookup_seconds(chain.max_wait))
         if spec.capacity_bytes != self._spec.capacity_bytes:
             self.resize(spec)
         self._spec = spec
@@ -408,7 +404,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._tier.lost(lost)
         tier_request.recompute |= bool(result.failed)
         # Loads in waves reverse the order of use: it is restored with the next offer.
-        tier_request.order.stale |= not self._promote
+        tier_request.order.stale |= not self._stores.promote
         if load.blocks:
             load.shared.notes.part_ended(
                 load.blocks[0], min(failed, default=None), len(lost), result.times

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from spec.offloading import OffloadingSpec
 from tiers.connector.policy.request_state import EngineStep, RequestState, RequestTable, Scheduled
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.jobs import Jobs, PendingStore, StoreShare
@@ -122,16 +121,11 @@ class TierStores:
         self._jobs = jobs
         self._admission = tier.admission
         self._hints = hints
-        self._promote = promote
+        self.promote = promote
         self._retries = RETRIES
         self._last_offers: list[tuple[TierRequest, Offers]] = []
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
-
-    def retune(self, spec: OffloadingSpec, promote: bool, is_only_tier: bool) -> None:
-        """Store by these settings from now on; see `Admission`."""
-        self._promote, self.is_paused = promote, not spec.may_store
-        self._admission.use(spec, is_only_tier)
 
     # -- offering ----------------------------------------------------------------------------
 
@@ -173,7 +167,7 @@ class TierStores:
         tier = self._tier
         for run in runs:
             tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
-            if run.is_new and not self._promote:
+            if run.is_new and not self.promote:
                 tier_request.offered = run.before // tier.requests.engine.block_tokens
             if run.complete > tier_request.offered or tier_request.refused:
                 if self._may_store(tier_request):
