@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 from spec.chain import ChainSpec
 from spec.errors import SpecError
-from spec.offloading import INFLIGHT_SHARE, QUEUE_SECONDS, STAGING, STAGING_STEPS
+from spec.offloading import INFLIGHT_SHARE, STAGING, STAGING_STEPS
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.machine import Machine, TierProfile
+from tiers.tuning.machine import Machine
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.sim_engine import SimEngine
-from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts, TierSettings
+from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts
 from tiers.tuning.simulation.spaces import SPACES, LruSpace, TimedSpace
 from tiers.tuning.simulation.workload import Workload
 
@@ -55,17 +55,17 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
     for tier in chain.tiers:
         profile = machine.profile(tier.name, tier.type)
         most = slots if tier.is_host else slots * share
-        settings = _settings(tier, profile, block_bytes, most)
         blocks = math.inf
         if tier.capacity is not None:
             held_bytes = block_bytes * (1 if tier.is_host else profile.stored_share)
             blocks = int(tier.capacity // held_bytes)
-        tiers.append(SimulatedTier(settings, workload, _space(tier, blocks, len(workload.lengths))))
-    stores = [(tier.known, tier.held) for tier in tiers if not tier.settings.is_host]
+        space = _space(tier, blocks, len(workload.lengths))
+        tiers.append(SimulatedTier(tier, profile, block_bytes, most, workload, space))
+    stores = [(tier.known, tier.held) for tier in tiers if not tier.is_host]
     for one in tiers:
-        # A block being copied from its slot into a store is not evicted.
-        one.space.pins = stores if one.settings.is_host else ()
-        one.space.places = slots if one.settings.is_host else math.inf
+        if one.is_host:
+            # A block being copied from its slot into a store is not evicted.
+            one.space.pins, one.space.places = stores, slots
     return tiers
 
 
@@ -79,28 +79,6 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
         known = ", ".join(SPACES)
         raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])
     return SPACES[tier.eviction](blocks, runs)
-
-
-def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float) -> TierSettings:
-    size = block_bytes * profile.stored_share
-    bandwidth = min(profile.store_bandwidth, tier.store_rate or math.inf)
-    room = float(max(1, int(most)))
-    if tier.max_inflight is not None:
-        room = min(room, max(1, tier.max_inflight // block_bytes))
-    elif not tier.is_host:
-        room = min(room, max(1, int(QUEUE_SECONDS * bandwidth / size)))
-    return TierSettings(
-        room,
-        tier.is_host,
-        tier.store_threshold,
-        size / min(profile.load_bandwidth, tier.load_rate or math.inf),
-        size / bandwidth,
-        profile.load_latency,
-        profile.store_latency,
-        tier.loads_at_once,
-        profile.shared_link,
-        None if tier.write_budget is None else tier.write_budget / size,
-    )
 
 
 def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:

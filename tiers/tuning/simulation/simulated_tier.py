@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spec.offloading import BUDGET_BURST
+from spec.offloading import BUDGET_BURST, QUEUE_SECONDS
 from tiers.loading.load_cost import LoadCost
+from tiers.tuning.machine import TierProfile
+from tiers.tuning.simulation.sim_chain import SimTier
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Offer, Prompt, Workload
 
@@ -26,24 +28,6 @@ class TierCounts:
     stored: int = 0
     load_busy: float = 0.0
     store_busy: float = 0.0
-
-
-class TierSettings(NamedTuple):
-    """A tier in blocks and seconds. `room`: blocks that may be in flight into it. `is_host`: they
-    have their place in it from the first."""
-
-    room: float
-    is_host: bool
-    store_threshold: int
-    load_seconds: float
-    """For each block, as `store_seconds` is."""
-    store_seconds: float
-    load_latency: float
-    store_latency: float
-    loads_at_once: int
-    shared_link: bool
-    budget: float | None
-    """Blocks per second that the write budget admits."""
 
 
 class _TimedLoad(NamedTuple):
@@ -71,8 +55,24 @@ class SimulatedTier:
     loads take bandwidth from them: `delay` is how far it is behind.
     """
 
-    def __init__(self, settings: TierSettings, workload: Workload, space: LruSpace) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        spec: SimTier,
+        profile: TierProfile,
+        block_bytes: int,
+        most: float,
+        workload: Workload,
+        space: LruSpace,
+    ) -> None:
+        """`most`: blocks that may be in flight into it, if neither its own limit nor its link is
+        lower."""
+        size = block_bytes * profile.stored_share
+        rate = min(profile.store_bandwidth, spec.store_rate or math.inf)
+        self.is_host = spec.is_host
+        self._profile, self._loads_at_once = profile, spec.loads_at_once
+        self._load_seconds = size / min(profile.load_bandwidth, spec.load_rate or math.inf)
+        """For each block, as `_store_seconds` is."""
+        self._store_seconds = size / rate
         self.space = space
         self.held = space.held
         self.known = space.known
@@ -80,11 +80,16 @@ class SimulatedTier:
         self.load_free = 0.0
         self._lengths = workload.lengths
         self._tokens = workload.block_tokens
-        self._room = settings.room
+        self._room = float(max(1, int(most)))
         """How many more blocks may be in flight into it."""
-        self._is_host = settings.is_host
-        self._threshold = settings.store_threshold
-        self._has_rules = self._threshold > 1 or settings.budget is not None
+        if spec.max_inflight is not None:
+            self._room = min(self._room, max(1, spec.max_inflight // block_bytes))
+        elif not spec.is_host:
+            self._room = min(self._room, max(1, int(QUEUE_SECONDS * rate / size)))
+        self._threshold = spec.store_threshold
+        self._budget = None if spec.write_budget is None else spec.write_budget / size
+        """Blocks per second that the write budget admits."""
+        self._has_rules = self._threshold > 1 or self._budget is not None
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
         self._is_timed = isinstance(space, TimedSpace)
@@ -94,17 +99,17 @@ class SimulatedTier:
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: those that found no room."""
         self._now = 0.0
-        self.cost = LoadCost(lambda: self._now, settings.loads_at_once)
+        self.cost = LoadCost(lambda: self._now, spec.loads_at_once)
         """As the chain would have measured its loads by now."""
         self._loads: deque[_TimedLoad] = deque()
         self._jobs = 0
-        self._loaders = [0.0] * settings.loads_at_once
+        self._loaders = [0.0] * spec.loads_at_once
         """When each of the worker's loaders is free."""
         self._store_free = 0.0
         self.delay = 0.0
         self._cut: set[int] = set()
         """Numbers of the prompts that the budget did not admit whole."""
-        self._budget_left = (settings.budget or 0.0) * BUDGET_BURST
+        self._budget_left = (self._budget or 0.0) * BUDGET_BURST
         self._budget_since = 0.0
 
     # -- loads -------------------------------------------------------------------------------
@@ -114,23 +119,23 @@ class SimulatedTier:
 
         A load that can't end in time is dropped at its turn, once the cost of loads is known.
         """
-        settings, counts, cost = self.settings, self.counts, self.cost
+        profile, counts, cost = self._profile, self.counts, self.cost
         loader = self._loaders.index(min(self._loaders))
         turn = max(now, self._loaders[loader])
         begin = max(turn, self.load_free)
-        each, latency = settings.load_seconds, settings.load_latency
+        each, latency = self._load_seconds, profile.load_latency
         came, busy = blocks, blocks * each
         if begin + busy + latency > late:
             came = 0 if cost.line is not None else int(max(0.0, late - begin - latency) / each)
             busy = came * each
-        if settings.shared_link:
+        if profile.shared_link:
             # Blocks take turns for as long as both have something to move, one of each load that
             # runs.
             backlog = max(0.0, self._store_free + self.delay - begin)
-            loads = came if begin == now else came / settings.loads_at_once
-            turns = min(loads, backlog / settings.store_seconds)
+            loads = came if begin == now else came / self._loads_at_once
+            turns = min(loads, backlog / self._store_seconds)
             self.delay += turns * each
-            busy += turns * settings.store_seconds
+            busy += turns * self._store_seconds
             if self.jobs and not self._is_timed:
                 self.due = self.jobs[0][0] + self.delay
         end = begin + busy
@@ -205,7 +210,7 @@ class SimulatedTier:
             wanted = [part for part in wanted if uses[part[0]] >= self._threshold]
             missing = sum(blocks.bit_count() for _, blocks in wanted)
         self.counts.dropped += missing
-        if (rate := self.settings.budget) is not None and wanted:
+        if (rate := self._budget) is not None and wanted:
             most = 0.0
             if prompt.number not in self._cut:
                 earned = (now - self._budget_since) * rate
@@ -243,17 +248,17 @@ class SimulatedTier:
 
     def submit(self, job: Job, now: float) -> None:
         """The blocks of a job are in their slots: they wait for the link."""
-        settings, delay = self.settings, self.delay
-        busy = job[1] * settings.store_seconds
+        profile, delay = self._profile, self.delay
+        busy = job[1] * self._store_seconds
         begin = self._store_free + delay
         if begin < now:
             begin = now
-        if settings.shared_link:
-            turns = job[1] * settings.load_seconds
+        if profile.shared_link:
+            turns = job[1] * self._load_seconds
             busy += min(turns, max(0.0, self.load_free - begin))
-        if self._is_host:
+        if self.is_host:
             self.space.claim(job[1])
-        self._store_free = end = begin + busy + settings.store_latency - delay
+        self._store_free = end = begin + busy + profile.store_latency - delay
         self.jobs.append((end, busy, job))
         if self.due == math.inf:
             self.due = end + delay
@@ -264,7 +269,7 @@ class SimulatedTier:
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, job = jobs.popleft()
             blocks = job[1]
-            if self._is_host:
+            if self.is_host:
                 self.space.claimed -= blocks
             store(job)
             self._room += blocks
