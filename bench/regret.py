@@ -114,8 +114,8 @@ def case(
     seconds = time.monotonic() - began
     hand = hand_chains(budget)
     with Simulations(Workload.of(requests, size), budget.machine, processes) as simulations:
-        reports = simulations.run([(chain, 1.0, HALF) for chain in hand.values()])
-    scores = {text: score(one, budget) for text, one in zip(hand, reports, strict=True)}
+        reports = dict(simulations.run((chain, 1.0, HALF) for chain in hand.values()))
+    scores = {text: score(reports[chain, 1.0, HALF], budget) for text, chain in hand.items()}
     chosen = tuned.judged["chosen"]
     kept = {text: one.value for text, one in scores.items() if not one.excess}
     best = min(kept, key=kept.__getitem__)

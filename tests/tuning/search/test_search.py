@@ -10,7 +10,7 @@ import pytest
 
 from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.report import YEAR, Report
+from tiers.tuning.report import YEAR
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import SimJob, Simulations
 from tiers.tuning.search.space import Space
@@ -82,7 +82,7 @@ def test_what_is_found_does_not_hang_on_which_simulation_ends_first(
     in_order = tuned(hot_and_cold(), budget(media))
     run = Simulations.run
 
-    def backwards(self: Simulations, jobs: Iterable[SimJob], *rest: Any) -> list[Report]:
+    def backwards(self: Simulations, jobs: Iterable[SimJob], *rest: Any) -> Any:
         return run(self, reversed(list(jobs)), *rest)
 
     monkeypatch.setattr(Simulations, "run", backwards)

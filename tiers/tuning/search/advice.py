@@ -120,7 +120,7 @@ def _off(
     jobs = [(one.chain, 1.0, tuned.split.searched) for one in (best, present)]
     for machine in _machines_off(tuned.budget.machine):
         with Simulations(workload, machine) as simulations:
-            ours, theirs = simulations.run(jobs)
+            (_, ours), (_, theirs) = simulations.run(jobs)
             budget = tuned.budget.model_copy(update={"machine": machine})
             yield gap(ours, theirs, budget).share
 

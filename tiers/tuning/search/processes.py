@@ -1,4 +1,4 @@
-"""Simulations in several processes, each chain once."""
+"""Simulations in several processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Simulations:
-    """Reports of chains on one workload, each computed once. A context manager; one thread.
+    """Reports of chains on one workload. A context manager; one thread.
 
     `processes`: how many simulate besides this one, which only waits; 0: this one simulates. They
     are forked, so that the workload is not copied; make this before any thread is started.
@@ -66,7 +66,6 @@ class Simulations:
         self._is_interrupted = is_interrupted
         self._workload = workload
         self.machine = machine
-        self._reports: dict[SimJob, Report] = {}
         self._workers: list[_Worker] = []
         for _ in range(processes):
             pipes = [worker.pipe for worker in self._workers]
@@ -80,58 +79,33 @@ class Simulations:
             worker.end()
 
     def run(
-        self,
-        jobs: Iterable[SimJob],
-        note: Callable[[SimJob, Report], None] = lambda job, report: None,
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> list[Report]:
-        """The reports of jobs, in their order; once `is_over`, of those that were begun.
+        self, jobs: Iterable[SimJob], is_over: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[SimJob, Report]]:
+        """Each job once, with its report, as they end; once `is_over`, those that were begun.
 
-        `note` is called with each job at once, and its report. Raises KVTiersError if a process
-        dies, KeyboardInterrupt, and what `simulate` raises.
+        Raises KVTiersError if a process dies, KeyboardInterrupt, and what `simulate` raises.
         """
-        jobs, new = list(jobs), []
-        for job in dict.fromkeys(jobs):
-            if (known := self._reports.get(job)) is not None:
-                note(job, known)
-            else:
-                new.append(job)
-        if self._workers:
-            self._share_out(new, note, is_over)
-        else:
-            for job in new:
-                if self._is_interrupted():
-                    raise KeyboardInterrupt
-                if is_over():
-                    break
-                self._reports[job] = _simulate(self._workload, self.machine, job)
-                note(job, self._reports[job])
-        return [self._reports[job] for job in jobs if job in self._reports]
-
-    def _share_out(
-        self,
-        jobs: Sequence[SimJob],
-        note: Callable[[SimJob, Report], None],
-        is_over: Callable[[], bool],
-    ) -> None:
-        rest = list(reversed(jobs))
+        rest = list(dict.fromkeys(jobs))[::-1]
         busy: dict[Connection, tuple[_Worker, SimJob]] = {}
         free = list(self._workers)
         while rest or busy:
+            if self._is_interrupted():
+                raise KeyboardInterrupt
             if is_over():
                 rest.clear()
+            if rest and not self._workers:
+                job = rest.pop()
+                yield job, _simulate(self._workload, self.machine, job)
             while rest and free:
                 job, worker = rest.pop(), free.pop()
                 worker.pipe.send(job)
                 busy[worker.pipe] = worker, job
-            if self._is_interrupted():
-                raise KeyboardInterrupt
             for pipe in wait(list(busy), INTERRUPT_SECONDS) if busy else ():
                 assert isinstance(pipe, Connection)
                 worker, job = busy.pop(pipe)
-                self._reports[job] = worker.answer()
+                report = worker.answer()
                 free.append(worker)
-                note(job, self._reports[job])
+                yield job, report
 
 
 class _Worker:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.processes import SimJob, Simulations
+from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.space import Space
 from tiers.tuning.simulation.sim_chain import SimChain
 
@@ -211,13 +211,10 @@ class Trials:
             self._asked.setdefault(chain, len(self._asked))
         new = islice((chain for chain in asked if chain not in self._tried), most)
         jobs = [(chain, self._split.searched, self._split.warm) for chain in new]
-        self._simulations.run(jobs, self._note, is_over)
+        for (chain, *_), report in self._simulations.run(jobs, is_over):
+            self._tried[chain] = Evaluated(chain, report, score(report, self.space.budget))
+            self._advance(self)
         return [self._tried[chain] for chain in asked if chain in self._tried]
-
-    def _note(self, job: SimJob, report: Report) -> None:
-        chain = job[0]
-        self._tried[chain] = Evaluated(chain, report, score(report, self.space.budget))
-        self._advance(self)
 
     def _rank(self, one: Evaluated) -> tuple[Score, tuple[float, ...], int]:
         # The last is the order of asking: processes end in any order, and ties must not hang on it.

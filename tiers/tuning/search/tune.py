@@ -174,16 +174,15 @@ def _judged(
 ) -> dict[str, Evaluated]:
     """The chains by their labels, on requests that neither search nor choice saw."""
     if options.judge is None:
-        searched = options.split.searched
-        reports = simulations.run((chain, 1.0, searched) for chain in chains.values())
+        jobs = {label: (one, 1.0, options.split.searched) for label, one in chains.items()}
+        reports = dict(simulations.run(jobs.values()))
     else:
         other = Workload.of(options.judge, block_tokens)
+        jobs = {label: (one, 1.0, options.split.warm) for label, one in chains.items()}
         with Simulations(other, simulations.machine, options.processes) as elsewhere:
-            reports = elsewhere.run((chain, 1.0, options.split.warm) for chain in chains.values())
-    return {
-        label: Evaluated(chain, report, score(report, budget))
-        for (label, chain), report in zip(chains.items(), reports, strict=True)
-    }
+            reports = dict(elsewhere.run(jobs.values()))
+    found = {label: (job[0], reports[job]) for label, job in jobs.items()}
+    return {k: Evaluated(one, report, score(report, budget)) for k, (one, report) in found.items()}
 
 
 # -- which chain to choose -----------------------------------------------------------------------
