@@ -386,7 +386,9 @@ def test_a_fork_leaves_the_recording_to_its_parent(tmp_path: Path) -> None:
     assert [len(request.blocks) for request in read(path)] == [1, 2]
 
 
-def test_a_child_that_lives_on_keeps_no_file_locked(tmp_path: Path) -> None:
+def test_a_child_that_lives_on_keeps_no_file_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else nobody could delete it."""
     one, _ = started(tmp_path / "trace", max=MIN_BYTES)
     child = os.fork()
@@ -397,7 +399,8 @@ def test_a_child_that_lives_on_keeps_no_file_locked(tmp_path: Path) -> None:
         one.close()
         (file,) = files(tmp_path / "trace")
         later = time.time() + 3600
-        folder = RecordFolder(tmp_path / "trace", MIN_BYTES, 60.0, clock=lambda: later)
+        monkeypatch.setattr(time, "time", lambda: later)
+        folder = RecordFolder(tmp_path / "trace", MIN_BYTES, 60.0)
         folder.open()
         folder.rotate()
         assert not file.exists()

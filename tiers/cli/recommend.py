@@ -368,7 +368,7 @@ def _print(
         content |= {"diff": changes.as_json(), "yaml": text}
         lines += [f"  {line}" for line in changes.lines()]
         if output is not None:
-            write_whole(output, lambda to: to.write_text(text, encoding="utf-8"))
+            write_whole(output, text)
             lines.append(f"The chain is in {output}: kvtiers apply {output} --dry-run")
     typer.echo("\n".join(lines))
     write_result(json_file, content)

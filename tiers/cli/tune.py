@@ -183,7 +183,7 @@ def _print_result(
     elif out is None:
         typer.echo(f"\n{chain}", nl=False)
     else:
-        write_whole(out, lambda file: file.write_text(chain, encoding="utf-8"))
+        write_whole(out, chain)
         typer.echo(f"\nThe chain is in {out}.")
         if more := unsearched(found, present):
             typer.echo(more.replace("here", "there"))

@@ -75,9 +75,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise Malformed("it is nested too deep for a trace") from None
     except ValueError as error:
-        raise Malformed(f"it is no JSON object ({error}): {_shortened(text)}") from None
+        raise Malformed(f"it is no JSON object ({error}): {_text(text)}") from None
     if not isinstance(found, dict):
-        raise Malformed(f"it is no JSON object but {_shortened(text)}")
+        raise Malformed(f"it is no JSON object but {_text(text)}")
     return found
 
 
@@ -88,9 +88,8 @@ def _refuse(constant: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _shortened(text: bytes) -> str:
-    found = ascii(text[:60].decode(errors="replace"))
-    return found if len(text) <= 60 else f"{found}..."
+def _text(line: bytes) -> str:
+    return shown(line[:64].decode(errors="replace"))
 
 
 def _chunks(path: Path, summary: TraceSummary) -> Iterator[bytes]:

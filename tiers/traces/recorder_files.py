@@ -53,16 +53,14 @@ class RecordFolder:
         keep: float,
         writer: str = "",
         header: Callable[[], bytes] = bytes,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keep`: seconds. `header`: the first line of a file. `clock`: Unix time."""
+        """`keep`: seconds. `header`: the first line of a file."""
         self.path = path
         self._file_bytes = max_bytes // WRITERS
         self._max_bytes = max_bytes
         self._keep = keep
         self._writer = writer
         self._header = header
-        self._clock = clock
         self._folder = self._file = -1
         self._name = ""
         self._size = 0
@@ -135,7 +133,7 @@ class RecordFolder:
         """
         with self._locked():
             self._make_room()
-            started = int(self._clock() * 1000)
+            started = int(time.time() * 1000)
             while self._file < 0:
                 self._name = f"kvtiers-trace-{started:013}-{self._writer}.jsonl.zst"
                 with suppress(FileExistsError):
@@ -246,7 +244,7 @@ class RecordFolder:
             )
 
     def _is_old(self, file: _Found) -> bool:
-        return file.started < (self._clock() - self._keep) * 1000
+        return file.started < (time.time() - self._keep) * 1000
 
     def _ended(self) -> tuple[list[_Found], int]:
         """Files that nobody writes, the oldest first, and the bytes that the others may take."""

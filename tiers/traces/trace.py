@@ -56,9 +56,9 @@ class TraceSummary:
     notes: list[str] = field(default_factory=list)
     """The first examples of it, each with its file and line."""
 
-    def skip(self, what: str, where: str | None = None, count: int = 1) -> None:
+    def skip(self, what: str, where: str | None = None) -> None:
         """Count what was left out, and keep `where` as an example if there are few yet."""
-        self.skipped[what] += count
+        self.skipped[what] += 1
         if where is not None and len(self.notes) < _MAX_NOTES:
             self.notes.append(where)
 
@@ -89,21 +89,17 @@ class Trace:
         return sum(path.stat().st_size for path in self.paths if path.exists())
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        self.summary = TraceSummary()
-        return _in_order(self._read(self.summary), self.summary)
-
-
-def _in_order(requests: Iterator[TraceRequest], summary: TraceSummary) -> Iterator[TraceRequest]:
-    """Give the requests times that never go backwards and begin at 0."""
-    start: float | None = None
-    latest = 0.0
-    for request in requests:
-        if start is None:
-            start = request.timestamp
-        time = request.timestamp - start
-        if time < latest:
-            summary.skip("times before the request before, taken as equal to it")
-            time = latest
-        latest = time
-        summary.requests += 1
-        yield request if time == request.timestamp else request._replace(timestamp=time)
+        """The requests, with times that never go backwards and begin at 0."""
+        summary = self.summary = TraceSummary()
+        start: float | None = None
+        latest = 0.0
+        for request in self._read(summary):
+            if start is None:
+                start = request.timestamp
+            time = request.timestamp - start
+            if time < latest:
+                summary.skip("times before the request before, taken as equal to it")
+                time = latest
+            latest = time
+            summary.requests += 1
+            yield request if time == request.timestamp else request._replace(timestamp=time)

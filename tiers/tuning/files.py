@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from tiers.errors import KVTiersError
@@ -14,17 +13,18 @@ class CannotWrite(KVTiersError):
     """A result found no place; names the file."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, which then takes its name; an error or an interrupt
-    leaves what was there. The other file keeps the suffix. Raises CannotWrite."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside `path`, which then takes its name; an error or an interrupt leaves what
+    was there. Raises CannotWrite."""
     try:
         if path.exists() and not path.is_file():
-            write(path)  # a device or a pipe: a file in its place would end it for all
+            # A device or a pipe: a file in its place would end it for all.
+            path.write_text(text, encoding="utf-8")
             return
         place = path.resolve()  # the target of a link is written, and the link stays
         other = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
         try:
-            write(other)
+            other.write_text(text, encoding="utf-8")
             os.replace(other, place)
         finally:
             other.unlink(missing_ok=True)
@@ -35,5 +35,4 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def write_json(path: Path, content: object) -> None:
     """Write JSON to a file, whole or not at all. Raises CannotWrite."""
-    text = json.dumps(content, indent=1) + "\n"
-    write_whole(path, lambda other: other.write_text(text, encoding="utf-8"))
+    write_whole(path, json.dumps(content, indent=1) + "\n")
