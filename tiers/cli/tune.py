@@ -156,12 +156,14 @@ def _so_far(trials: Trials, asked: TuneOptions, seconds: float) -> str:
     """How far a search is, the best so far, and for how long it may go on."""
     from tiers.tuning.report import seconds as words
 
-    best = trials.best
     left = seconds / len(trials) * max(0, asked.limit - len(trials))
     if asked.seconds is not None:
         left = min(left, max(0.0, asked.seconds - seconds))
-    ttft = "" if best is None else f", best so far {words(best.report.ttft_mean)}"
-    return f"{len(trials)} of {asked.limit} chains at most{ttft}, {left / 60:.1f} min left at most"
+    ttft = words(trials.tried[0].report.ttft_mean)
+    return (
+        f"{len(trials)} of {asked.limit} chains at most, best so far {ttft}, "
+        f"{left / 60:.1f} min left at most"
+    )
 
 
 def _print_result(

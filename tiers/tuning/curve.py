@@ -149,9 +149,8 @@ class PrefixStack:
 def _run_end(
     last: Callable[[int], _Record | None], blocks: Sequence[int], start: int, record: _Record
 ) -> int:
-    """The depth behind the last block, from `start` on, that this request touched last."""
-    if last(blocks[-1]) is record:
-        return len(blocks)
+    """The depth behind the last block, from `start` on, that this request touched last; not the
+    end."""
     low, step = start, 1
     while (high := low + step) < len(blocks) and last(blocks[high]) is record:
         low, step = high, 2 * step

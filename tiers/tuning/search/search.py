@@ -186,17 +186,9 @@ class Trials:
         return len(self._tried)
 
     @property
-    def best(self) -> Evaluated | None:
-        """The best so far, and among the same scores the simplest; None: nothing was tried."""
-        return min(self._tried.values(), key=self._rank, default=None)
-
-    @property
     def tried(self) -> Sequence[Evaluated]:
-        """All of them, the best first."""
+        """All of them, the best first, and among the same scores the simplest."""
         return sorted(self._tried.values(), key=self._rank)
-
-    def of(self, chain: SimChain) -> Evaluated | None:
-        return self._tried.get(chain)
 
     def run(
         self,

@@ -137,8 +137,9 @@ def tune(
                 raise
             is_cut_off = True
             chosen = choose(trials, may_try=False)
-            tried = {label: trials.of(chain) for label, chain in compared.items()}
-            judged = {"chosen": chosen} | {k: one for k, one in tried.items() if one is not None}
+            tried = {one.chain: one for one in trials.tried}
+            known = {label: tried[one] for label, one in compared.items() if one in tried}
+            judged = {"chosen": chosen, **known}
     return Tuned(
         budget,
         len(requests),
@@ -204,8 +205,7 @@ def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluat
     """The simplest chain that equals the best: step by step, each compared with the best. `grows`:
     later requests will use more room than these. `may_try`: chains that were not tried too."""
     space = trials.space
-    best = chosen = trials.best
-    assert best is not None and chosen is not None, "something was tried"
+    best = chosen = trials.tried[0]
     while True:
         known = space.simplicity(chosen.chain)
         steps = (step.chain for step in space.steps(chosen.chain))

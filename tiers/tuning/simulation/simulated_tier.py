@@ -152,10 +152,8 @@ class SimulatedTier:
         cost.began(self._jobs, blocks * self._tokens)
         for _ in range(2):  # an engine that waits steps on, and its second step sees the load begun
             cost.stepped()
-        ended = _TimedLoad(
-            end, self._jobs, max(0.0, end - turn), came * self._tokens, came == blocks
-        )
-        self._loads.append(ended)
+        tokens, whole = came * self._tokens, came == blocks
+        self._loads.append(_TimedLoad(end, self._jobs, max(0.0, end - turn), tokens, whole))
         return end, came
 
     def measure(self, now: float) -> None:

@@ -20,15 +20,13 @@ class Workload:
     A run is a longest row of blocks that every request has all of, in order, or none of. An id
     stands for its block and all before it, so two neighbours are in one run if they occur equally
     often. What decides on a run decides on all its blocks; only room ends within one. All lists
-    have one item per request, but `lengths`, the blocks of each run, `masks` and `parts`.
+    have one item per request, but `lengths`, the blocks of each run, and `masks`.
     """
 
     block_tokens: int
     lengths: Sequence[int]
     masks: Sequence[int]
     """For each run as many ones as it has blocks."""
-    parts: Sequence[Part]
-    """Each run, whole."""
     times: Sequence[float]
     """Arrivals, in seconds."""
     tokens: Sequence[int]
@@ -38,10 +36,6 @@ class Workload:
     """Full blocks of each prompt, all at once."""
     answer_paths: Sequence[tuple[int, ...]]
     """The runs that each answer filled, where that was recorded; they go on from the prompt's."""
-
-    @property
-    def references(self) -> int:
-        return sum(blocks for _, blocks, _ in self.prompts)
 
     def __len__(self) -> int:
         return len(self.times)
@@ -75,7 +69,6 @@ class Workload:
             block_tokens,
             lengths,
             masks,
-            parts,
             [request.timestamp / 1000 for request in requests],
             [max(1, request.input_length) for request in requests],
             [request.output_length for request in requests],
@@ -184,7 +177,7 @@ class Prompt:
         before = (1 << first - depth) - 1
         parts: list[Part] = []
         while stop < last:
-            parts.append((run, workload.masks[run] ^ before) if before else workload.parts[run])
+            parts.append((run, workload.masks[run] ^ before))
             before = 0
             at += 1
             run = path[at]
@@ -200,8 +193,6 @@ class Prompt:
         for run in self.path:
             if blocks <= 0:
                 break
-            part = workload.parts[run]
-            length = workload.lengths[run]
-            parts.append(part if blocks >= length else (run, (1 << blocks) - 1))
-            blocks -= length
+            parts.append((run, workload.masks[run] & (1 << blocks) - 1))
+            blocks -= workload.lengths[run]
         return parts
