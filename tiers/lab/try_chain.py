@@ -76,11 +76,10 @@ def _run(chain: ChainSpec, rounds: int) -> Seen:
             for prompt in PROMPTS:
                 wrong += engine.generate(prompt, 4).output != answer(MODEL, prompt, 4)
             engine.settle()
-    counted = {name: dict(values) for name, values in engine.stats.data.items()}
-    names = [tier.tier_name for tier in chain.tiers]
+    counted = {tier.tier_name: engine.stats.data.get(tier.tier_name, {}) for tier in chain.tiers}
 
     def by_tier(metric: str) -> dict[str, int]:
-        found = ((name, counted.get(name, {}).get(metric, 0)) for name in names)
+        found = ((name, values.get(metric, 0)) for name, values in counted.items())
         return {name: int(value) for name, value in found if not isinstance(value, list)}
 
     prompts = rounds * len(PROMPTS)

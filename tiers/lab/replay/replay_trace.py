@@ -115,7 +115,7 @@ def _report(engine: TimedEngine, chain: ChainSpec, marks: tuple[Mark, Mark]) -> 
     seconds = max(marks[1].now - marks[0].now, 1e-9)
     waits = sorted(served.wait for served in outcome.served)
     return Report(
-        requests=outcome.requests,
+        requests=len(waits),
         seconds=seconds,
         gpu_load=outcome.busy / seconds / machine.gpus,
         tiers=tuple(_use(engine, tier, marks, seconds) for tier in chain.tiers),

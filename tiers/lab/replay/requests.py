@@ -209,7 +209,6 @@ class StepOutput:
 
     sums: dict[str, int] = field(default_factory=dict)
     finished_recving: set[str] = field(default_factory=set)
-    finished_sending: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_worker_meta: Any = None

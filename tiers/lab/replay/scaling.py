@@ -123,12 +123,7 @@ def linked(
     tiers: list[OffloadingSpec] = []
     for tier in chain.tiers:
         profile = machine.profile(tier.tier_name, tier.type)
-        if isinstance(tier, StoreSpec):
-            rates = tier.load_rate, tier.store_rate
-            link = Link(clock, profile, scale.real_bytes, *rates)
-            tiers.append(LinkedSpec.over(tier, link))
-        else:
-            link = Link(clock, profile, scale.real_bytes)
-            tiers.append(tier)
-        links[tier.tier_name] = link
+        rates = (tier.load_rate, tier.store_rate) if isinstance(tier, StoreSpec) else ()
+        link = links[tier.tier_name] = Link(clock, profile, scale.real_bytes, *rates)
+        tiers.append(LinkedSpec.over(tier, link) if isinstance(tier, StoreSpec) else tier)
     return chain.model_copy(update={"tiers": tuple(tiers)}), links

@@ -32,7 +32,6 @@ class Outcome:
     """Results of the requests that count. Tokens by their source; `served`: in the order in which
     prompts ended; `busy`: seconds of all GPUs together."""
 
-    requests: int = 0
     prompt_tokens: int = 0
     local_tokens: int = 0
     computed_tokens: int = 0
@@ -42,7 +41,6 @@ class Outcome:
 
     def count(self, request: TracedRequest, moment: float) -> None:
         """The prompt of a request that counts has ended."""
-        self.requests += 1
         self.prompt_tokens += request.num_tokens
         self.local_tokens += request.local_tokens
         self.computed_tokens += request.computed_tokens

@@ -132,15 +132,14 @@ class TimedWorker(LocalWorker):
         self._pages = next(iter(self.kv.values())).numpy()[:, 0]
         self._passing = {place: Passing(link) for place, link in links.items()}
         self._jobs = [TimedJobs() for _ in half.children]
-        self._silence: list[OffloadingWorkerMetadata | None] = [None] * len(half.children)
         self._nothing = MultiConnectorMetadata(
             tuple(OffloadingConnectorMetadata() for _ in half.children), {}
         )
 
     @property
     def busy(self) -> bool:
-        """Whether any transfer is in flight."""
-        return any(jobs.loads or jobs.stores for jobs in self._jobs) or self.next_end() is not None
+        """Whether a thread has a transfer in flight."""
+        return any(jobs.loads or jobs.stores for jobs in self._jobs)
 
     def begin(self, step: Step) -> None:
         """A step begins: wait until nothing is read that it overwrites, and begin its loads."""
@@ -212,7 +211,7 @@ class TimedWorker(LocalWorker):
         output = self._take_results(set())
         self._half.clear_connector_metadata()
         report = output.kv_connector_worker_meta
-        parts = list(report.metadata) if report is not None else self._silence[:]
+        parts = list(report.metadata) if report is not None else [None] * len(self._jobs)
         for jobs, part in zip(self._jobs, parts, strict=True):
             jobs.end(part)
         for place, passing in self._passing.items():

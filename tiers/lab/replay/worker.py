@@ -75,7 +75,6 @@ class LocalWorker:
         return StepOutput(
             {},
             results.finished_recving,
-            results.finished_sending,
             results.failed_recving,
             self.connector.get_block_ids_with_load_errors(),
             self.connector.build_connector_worker_meta(),
