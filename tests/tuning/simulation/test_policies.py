@@ -14,7 +14,7 @@ import pytest
 
 from tiers.connector.policy import choice
 from tiers.contract.block_groups import COMPLETE
-from tiers.loading.shares import LinkCost
+from tiers.loading.shares import LinkCost, share
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.simulation import SimChain, SimTier, Workload
@@ -39,10 +39,10 @@ def tiers(rng: random.Random) -> list[SimulatedTier]:
         kv_bytes_per_token=1, engine_cache=0, prefill_rate=1.0, tiers=dict.fromkeys(names, profile)
     )
     found = _tiers(SimChain(tuple(SimTier(name, name, False) for name in names)), machine, workload)
-    share = rng.choice([0.3, 0.8, 0.97])
+    part = rng.choice([0.3, 0.8, 0.97])
     for tier in found:
         for run, length in enumerate(LENGTHS):
-            tier.held[run] = sum(1 << bit for bit in range(length) if rng.random() < share)
+            tier.held[run] = sum(1 << bit for bit in range(length) if rng.random() < part)
     return found
 
 
@@ -77,20 +77,19 @@ def test_policies_choose_as_those_of_the_chain(seed: int) -> None:
     prefixes = [prefix(tier, first, most) for tier in some]
     longest, any_of = max(prefixes), [place for place, count in enumerate(prefixes) if count]
     expected = [(place, prefixes[place]) for place in any_of[:1]]
-    assert simulated.first(placed, question, masks) == expected
+    runs = list(simulated.held_runs(placed, question, masks))
+    assert (simulated.first(runs) if runs else []) == expected
     expected = [(prefixes.index(longest), longest)] if longest else []
-    assert simulated.longest(placed, question, masks) == expected
+    assert (simulated.longest(runs) if runs else []) == expected
 
     def coverage(tier: SimulatedTier) -> choice.Coverage:
         return lambda wave: [COMPLETE * has for has in held(tier)[wave.start : wave.stop]]
 
     children = {place: coverage(tier) for place, tier in placed}
     blocks = range(first, first + most)
-    assert counts(simulated.stitched(placed, question, masks)) == totals(
-        choice.stitched(children, blocks).shares
-    )
+    assert counts(simulated.stitched(runs)) == totals(choice.stitched(children, blocks).shares)
     costs = {place: LinkCost(rng.random(), rng.random() + 0.1) for place, _ in placed}
-    pieces = simulated.shared(placed, question, masks, costs, lambda place: place)
+    pieces, _ = share(runs, costs, lambda place: place)
     stitch = choice.shared(children, blocks, 0, costs, lambda place: place)
     assert counts(pieces) == totals(stitch.shares)
 

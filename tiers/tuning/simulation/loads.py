@@ -1,7 +1,7 @@
 """Loads: the loads of a prompt by the chain's load policy, and the waits for another's load.
 
-`stitched` and its sharing are the rules of `connector/policy/choice.py`, written again by runs of
-blocks for speed; tests/tuning/simulation/test_policies.py holds both together.
+The policies are those of `connector/policy/choice.py`, written again by runs of blocks for speed;
+tests/tuning/simulation/test_policies.py holds both together.
 """
 
 from __future__ import annotations
@@ -63,107 +63,47 @@ class SimPlan(NamedTuple):
         return SimPlan(pieces, self.size)
 
 
-def first(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
-    """The first tier that has any of it."""
-    for place, tier in tiers:
-        if blocks := _prefix(tier, question, masks):
-            return [(place, blocks)]
-    return []
-
-
-def longest(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
-    """The tier that has the most of it, the first of several."""
-    most, best = 0, -1
-    for place, tier in tiers:
-        blocks = _prefix(tier, question, masks)
-        if blocks > most:
-            most, best = blocks, place
-            if most == question.most:
-                break
-    return [(best, most)] if most else []
-
-
-def _prefix(tier: SimulatedTier, question: Question, masks: Sequence[int]) -> int:
-    """How many blocks in a row the tier holds."""
-    path, at, skip, most = question
-    held = tier.held
-    count = 0
-    for run in path[at:]:
-        blocks = held[run] >> skip
-        if blocks != masks[run] >> skip:
-            count += leading(blocks)
-            break
-        count += blocks.bit_length()
-        skip = 0
-    return count if count < most else most
-
-
-def stitched(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
-    """Each block from the first tier that has it."""
+def held_runs(tiers: Placed, question: Question, masks: Sequence[int]) -> Iterator[HeldRun]:
+    """Neighbouring blocks that the same tiers hold, in order, up to the first that none holds."""
     path, at, skip, left = question
-    pieces: Pieces = []
     for run in islice(path, at, None):
-        whole = masks[run] >> skip
-        found = 0
-        shares: list[tuple[int, int]] = []
-        for place, tier in tiers:
-            more = tier.held[run] >> skip & ~found
-            if more:
-                found |= more
-                shares.append((place, more))
-                if found == whole:
-                    break
-        count = whole.bit_length() if found == whole else leading(found)
-        if count > left:
-            count = left
-        if len(shares) == 1 and count:
-            pieces.append((shares[0][0], count))
-        else:
-            prefix = (1 << count) - 1
-            pieces += [(place, n) for place, more in shares if (n := (more & prefix).bit_count())]
-        left -= count
-        if found != whole or not left:
-            break
-        skip = 0
-    return pieces
-
-
-def shared(
-    tiers: Placed,
-    question: Question,
-    masks: Sequence[int],
-    paces: Mapping[int, LinkCost],
-    last: Callable[[int], int],
-) -> Pieces:
-    """As `stitched`, shared among the tiers so that the last block comes soonest."""
-    path, at, skip, left = question
-    stretches: list[HeldRun] = []
-    places = [place for place, _ in tiers]
-    for run in islice(path, at, None):
-        held = [tier.held[run] >> skip for _, tier in tiers]
-        found = reduce(or_, held)
+        held = [(place, tier.held[run] >> skip) for place, tier in tiers]
+        found = reduce(or_, (blocks for _, blocks in held), 0)
         count = min(leading(found), left)
-        stretches += _stretches(places, held, count)
         left -= count
+        while count:
+            # Each holder has blocks up to its next gap, and each other none up to its next block.
+            ends = (leading(mine) or (leading(~mine) if mine else count) for _, mine in held)
+            same = min(count, *ends)
+            yield tuple(place for place, mine in held if mine & 1), same
+            held = [(place, mine >> same) for place, mine in held]
+            count -= same
         if found != masks[run] >> skip or not left:
             break
         skip = 0
-    return share(stretches, paces, last)[0]
 
 
-def _stretches(places: Sequence[int], held: Sequence[int], count: int) -> Iterator[HeldRun]:
-    """The holders of the first `count` blocks of a run; each has some."""
-    first = 0
-    while first < count:
-        have = [bool(blocks >> first & 1) for blocks in held]
-        # Each holder has blocks up to its next gap, and each other none up to its next block.
-        same = count - first
-        for blocks, has in zip(held, have, strict=True):
-            rest = blocks >> first
-            missing = (rest & -rest).bit_length() - 1 if rest else same
-            same = min(same, leading(rest) if has else missing)
-        yield tuple(place for place, has in zip(places, have, strict=True) if has), same
-        first += same
+def first(runs: Sequence[HeldRun]) -> Pieces:
+    """The first tier that has any of it."""
+    return _longest_of(runs[0][0][:1], runs)
+
+
+def longest(runs: Sequence[HeldRun]) -> Pieces:
+    """The tier that has the most of it, the first of several."""
+    return _longest_of(runs[0][0], runs)
+
+
+def _longest_of(places: Sequence[int], runs: Sequence[HeldRun]) -> Pieces:
+    def row(place: int) -> int:
+        return sum(count for _, count in takewhile(lambda run: place in run[0], runs))
+
+    best = max(places, key=row)
+    return [(best, row(best))]
+
+
+def stitched(runs: Sequence[HeldRun]) -> Pieces:
+    """Each block from the first tier that has it."""
+    return [(holders[0], count) for holders, count in runs]
 
 
 class Loads:
@@ -258,16 +198,18 @@ class Loads:
         if blocks is not None and blocks < question.most:
             question = question._replace(most=blocks)
         placed = [one for one in self._placed if one[0] not in but] if but else self._placed
-        plan = SimPlan(self._policy(placed, question, self._masks), self._size)
-        if not plan.pieces:
+        runs = list(held_runs(placed, question, self._masks))
+        if not runs:
             return None
+        plan = SimPlan(self._policy(runs), self._size)
 
-        def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> SimPlan:
+        def sharing(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> SimPlan:
             known = [one for one in placed if one[0] in paces]
-            return SimPlan(shared(known, question, self._masks, paces, last), self._size)
+            found = share([*held_runs(known, question, self._masks)], paces, last)
+            return SimPlan(found[0], self._size)
 
         places = [place for place, _ in placed]
-        return self._comparison.shared(places, plan, share) if self._comparison.shares else plan
+        return self._comparison.shared(places, plan, sharing) if self._comparison.shares else plan
 
     def begin(
         self, prompt: Prompt, known: int, verdict: Verdict[SimPlan], now: float
