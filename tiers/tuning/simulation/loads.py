@@ -170,8 +170,7 @@ class Loads:
 
     def drain(self, now: float) -> None:
         for tier in self._tiers:
-            if tier.due <= now:
-                tier.drain(now)
+            tier.drain(now)
 
     def choose(
         self, prompt: Prompt, known: int, at: int, skip: int, now: float

@@ -99,8 +99,7 @@ class OwnCache:
         prompt.reserved = needed
         self._taken += more
         self._free -= needed
-        if self._free < 0:
-            self._take_idle()
+        self._take_idle()
         return True
 
     def know(self, prompt: Prompt, parts: Iterable[Part], fresh: int) -> None:
@@ -123,8 +122,7 @@ class OwnCache:
         if copied < 0:
             self._taken -= copied
             self._free += copied
-            if self._free < 0:
-                self._take_idle()
+            self._take_idle()
         while copied > 0 and before:
             # Those that it found in place come first.
             run, count = before.pop()
@@ -149,8 +147,7 @@ class OwnCache:
         prompt.reserved += more
         self._taken += more
         self._free -= more
-        if self._free < 0:
-            self._take_idle()
+        self._take_idle()
 
     def give_back(self, prompt: Prompt) -> None:
         """The prompt's request has ended."""
@@ -169,8 +166,7 @@ class OwnCache:
                 idle[run] = None
                 ended += have
         self._taken -= ended
-        if self._free < 0:
-            self._take_idle()
+        self._take_idle()
 
     def _drop_copies(self, prompt: Prompt) -> int:
         """A prompt that ends gives back a copy of each block that it computed or loaded; how many
@@ -263,7 +259,7 @@ class SimEngine:
     def run(self) -> None:
         workload, events, waiting = self.workload, self._events, self._waiting
         lists = workload.times, workload.tokens, workload.answers, workload.prompts
-        for number, (arrival, tokens, answer, job) in enumerate(zip(*lists, strict=True)):
+        for number, (arrival, tokens, answer, prompt) in enumerate(zip(*lists, strict=True)):
             while events and events[0][0] <= arrival:
                 self._next_event()
             if number == self.warm:
@@ -271,7 +267,7 @@ class SimEngine:
                 self.room_wait_before = self.room_wait.until(arrival)
                 self.counts_before = [replace(tier.counts) for tier in self.tiers]
             self.now = arrival
-            waiting.append(Prompt(number, arrival, tokens, answer, job))
+            waiting.append(Prompt(number, arrival, tokens, answer, *prompt))
             self._loads.waiting += 1
             if self._idle:
                 self._begin_steps()
@@ -340,9 +336,7 @@ class SimEngine:
         """Offer the tiers the blocks of a step; the stores that begin when it ends."""
         now, size, tiers = self.now, self._size, self.tiers
         jobs: list[tuple[SimulatedTier, Job]] = []
-        for tier in tiers:
-            if tier.due <= now:
-                tier.drain(now)
+        self._loads.drain(now)
         if len(batch) > 1:
             # As engines report them: new prompts, then those that go on, then those that answer.
             batch = sorted(batch, key=lambda pair: pair[0].offered > 0)
@@ -411,8 +405,7 @@ class SimEngine:
         if not self._stores_answers:
             return
         for tier in self.tiers:
-            if tier.due <= self.now:
-                tier.drain(self.now)
+            tier.drain(self.now)
             if job := tier.offer(prompt, offer, self.now):
                 tier.submit(job, self.now)
 

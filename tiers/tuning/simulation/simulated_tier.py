@@ -12,7 +12,7 @@ from spec.offloading import BUDGET_BURST, QUEUE_SECONDS
 from tiers.loading.load_cost import LoadCost
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.simulation.sim_chain import SimTier
-from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
+from tiers.tuning.simulation.spaces import Job, LruSpace, Part, split
 from tiers.tuning.simulation.workload import Offer, Prompt, Workload
 
 
@@ -92,9 +92,6 @@ class SimulatedTier:
         self._has_rules = self._threshold > 1 or self._budget is not None
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
-        self._is_timed = isinstance(space, TimedSpace)
-        self.due = -math.inf if self._is_timed else math.inf
-        """When the tier is next to be drained: not before."""
         self.gpus = IdleGpus()
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: those that found no room."""
@@ -136,8 +133,6 @@ class SimulatedTier:
             turns = min(loads, backlog / self._store_seconds)
             self.delay += turns * each
             busy += turns * self._store_seconds
-            if self.jobs and not self._is_timed:
-                self.due = self.jobs[0][0] + self.delay
         end = begin + busy
         if came:
             self.load_free = end
@@ -258,18 +253,16 @@ class SimulatedTier:
             self.space.claim(job[1])
         self._store_free = end = begin + busy + profile.store_latency - delay
         self.jobs.append((end, busy, job))
-        if self.due == math.inf:
-            self.due = end + delay
 
     def drain(self, now: float) -> None:
-        """Count the stores that have ended by now. Needless before `due`."""
-        jobs, store, counts = self.jobs, self.space.store, self.counts
+        """Count the stores that have ended by now."""
+        jobs, counts = self.jobs, self.counts
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, job = jobs.popleft()
             blocks = job[1]
             if self.is_host:
                 self.space.claimed -= blocks
-            store(job)
+            self.space.store(job)
             self._room += blocks
             counts.stored += blocks
             counts.store_busy += busy
@@ -278,10 +271,7 @@ class SimulatedTier:
                 then = end + self.delay
                 for again in self.offer_answers([p for p in self.refused if p.is_answering]):
                     self.submit(again, then)
-        if self._is_timed:
-            self.space.pass_time(now)
-        else:
-            self.due = jobs[0][0] + self.delay if jobs else math.inf
+        self.space.pass_time(now)
 
     def offer_again(self, prompt: Prompt) -> Job | None:
         """Take blocks that had no room before, predecessors first."""
@@ -303,6 +293,5 @@ class SimulatedTier:
 
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""
-        if self.due <= now:
-            self.drain(now)
+        self.drain(now)
         self.refused.pop(prompt, None)

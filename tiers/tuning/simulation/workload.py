@@ -32,8 +32,8 @@ class Workload:
     tokens: Sequence[int]
     answers: Sequence[int]
     """Tokens of the answers."""
-    prompts: Sequence[Job]
-    """Full blocks of each prompt, all at once."""
+    prompts: Sequence[tuple[int, Sequence[int]]]
+    """Full blocks of each prompt, and its runs."""
     answer_paths: Sequence[tuple[int, ...]]
     """The runs that each answer filled, where that was recorded; they go on from the prompt's."""
 
@@ -63,16 +63,14 @@ class Workload:
                 prompt += 1
             prompts.append((len(request.blocks), path[:prompt]))
             answers.append(path[prompt:])
-        masks = [(1 << length) - 1 for length in lengths]
-        parts = list(enumerate(masks))
         return cls(
             block_tokens,
             lengths,
-            masks,
+            [(1 << length) - 1 for length in lengths],
             [request.timestamp / 1000 for request in requests],
             [max(1, request.input_length) for request in requests],
             [request.output_length for request in requests],
-            [([parts[run] for run in path], blocks, path) for blocks, path in prompts],
+            prompts,
             answers,
         )
 
@@ -129,10 +127,8 @@ class Prompt:
     arrival: float
     tokens: int
     answer: int
-    whole: Job
-    """All full blocks at once."""
-    blocks: int = field(init=False)
-    path: Sequence[int] = field(init=False)
+    blocks: int
+    path: Sequence[int]
     has_begun: bool = False
     """It has its blocks of the engine's."""
     is_answering: bool = False
@@ -158,16 +154,10 @@ class Prompt:
     """A run at or before `offered`; `_depth`: the blocks before that run."""
     _depth: int = 0
 
-    def __post_init__(self) -> None:
-        _, self.blocks, self.path = self.whole
-
     def offer(self, last: int, workload: Workload) -> Offer:
         """The blocks from `offered` on to `last`, which is beyond it and becomes `offered`."""
         first = self.offered
         self.offered = last
-        if not first and last == self.blocks:
-            self.parts = self.whole[0]
-            return self.whole, self.path
         path, lengths = self.path, workload.lengths
         at, depth = self._at, self._depth
         while (stop := depth + lengths[run := path[at]]) <= first:
