@@ -37,6 +37,8 @@ Objective = Literal["mean_ttft", "p99_ttft", "saved_seconds", "cost"]
 _EXAMPLE = "write media: like - {type: cpu, limit: 256GiB}"
 TUNED = ("name", *SIZE_KEYS, "store_threshold", "eviction", "write_budget", "store_rate")
 """Settings of a tier that the search chooses."""
+CHOSEN = ("load_policy", "load_when", "promote")
+"""And of a chain, beside its tiers."""
 
 
 class BudgetMedium(BaseModel, frozen=True, extra="forbid"):

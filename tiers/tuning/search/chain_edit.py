@@ -13,7 +13,7 @@ from spec.fields import exact_size, format_rate
 from spec.load import parse_chain
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import size_key
-from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.budget import CHOSEN, Budget
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 
@@ -26,7 +26,7 @@ def edited(text: str, present: ChainSpec, new: SimChain, budget: Budget) -> str:
     have the settings of the budget's media. Comments and all other keys stay. Raises CannotEdit."""
     now = SimChain.of(present)
     result = text
-    for key in ("load_policy", "load_when", "promote"):
+    for key in CHOSEN:
         if getattr(new, key) != getattr(now, key):
             result = _set(result, (), key, str(getattr(new, key)).lower())
     places = {tier.type: place for place, tier in enumerate(now.tiers)}

@@ -11,7 +11,7 @@ import yaml
 
 from spec.fields import exact_size, format_duration, format_rate
 from tiers.tuning.report import Report, TierUse, seconds
-from tiers.tuning.search.budget import Budget, Objective
+from tiers.tuning.search.budget import CHOSEN, Budget, Objective
 from tiers.tuning.search.search import Evaluated, Gap
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
@@ -115,12 +115,8 @@ def chain_yaml(chosen: Evaluated, budget: Budget, why: Reasons, head: Sequence[s
     chain, report = chosen.chain, chosen.report
     lines = [line for text in head for line in _comment(text)]
     lines.append("version: 1")
-    settings = {
-        "load_policy": chain.load_policy,
-        "load_when": chain.load_when,
-        "promote": str(chain.promote).lower(),
-    }
-    for key, value in settings.items():
+    for key in CHOSEN:
+        value = str(getattr(chain, key)).lower()
         lines += _line(f"{key}: {value}", why.get((key, None), ()), "")
     lines.append("tiers:")
     for tier, use in zip(chain.tiers, report.tiers, strict=True):

@@ -21,7 +21,7 @@ from spec.fields import exact_size, format_rate
 from tiers.tuning.curve import Curves
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import DAY, YEAR
-from tiers.tuning.search.budget import Budget, BudgetMedium
+from tiers.tuning.search.budget import CHOSEN, Budget, BudgetMedium
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 HALVES = 4
@@ -241,10 +241,7 @@ def distance(chain: SimChain, present: SimChain) -> tuple[float, float]:
     ours, theirs = ({tier.type: tier for tier in each.tiers} for each in (chain, present))
     shared = [kind for kind in theirs if kind in ours]
     count = len(ours.keys() ^ theirs.keys()) + (shared != [kind for kind in ours if kind in theirs])
-    count += sum(
-        getattr(chain, key) != getattr(present, key)
-        for key in ("load_policy", "load_when", "promote")
-    )
+    count += sum(getattr(chain, key) != getattr(present, key) for key in CHOSEN)
     keys = ("capacity", "eviction", "store_threshold", "write_budget")
     pairs = [(ours[kind], theirs[kind]) for kind in shared]
     count += sum(getattr(one, key) != getattr(other, key) for one, other in pairs for key in keys)

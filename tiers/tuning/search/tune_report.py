@@ -8,7 +8,7 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.tuning.report import aligned, life_and_price, named, seconds, waits
-from tiers.tuning.search.budget import TUNED, Budget
+from tiers.tuning.search.budget import CHOSEN, TUNED, Budget
 from tiers.tuning.search.chain_text import (
     Reasons,
     chain_yaml,
@@ -250,9 +250,8 @@ def unsearched(tuned: Tuned, present: ChainSpec | None) -> str | None:
 
 
 def _unsearched(present: ChainSpec, tuned: Tuned) -> Iterator[str]:
-    chosen = {"version", "tiers", "load_policy", "load_when", "promote"}
     for key in type(present).model_fields:
-        if key in present.model_fields_set - chosen:
+        if key in present.model_fields_set - {"version", "tiers", *CHOSEN}:
             yield key
     types = {tier.type for tier in tuned.chosen.chain.tiers}
     for tier in present.tiers:

@@ -83,24 +83,27 @@ class OwnCache:
         """Take blocks for the part of a prompt that is not in place; False: too few are free."""
         if not self._capacity:
             return True
-        users, in_place, path = self._users, self._known, prompt.path
-        more = needed = -(-prompt.tokens // self._size) - known
-        idle: list[int] = []
-        for run in path:
-            if in_place[run] and not users[run]:
-                more += in_place[run]
-                idle.append(run)
+        needed = -(-prompt.tokens // self._size) - known
+        more = needed + self._idle_of(prompt.path)
         if self._taken and self._taken + more > self._capacity:
             return False
-        for run in idle:
-            del self._idle[run]
-        for run in path:
-            users[run] += 1
+        self._pin(prompt.path)
         prompt.reserved = needed
         self._taken += more
         self._free -= needed
         self._take_idle()
         return True
+
+    def _idle_of(self, path: Sequence[int]) -> int:
+        """Known blocks of these runs that no running prompt has."""
+        return sum(self._known[run] for run in path if not self._users[run])
+
+    def _pin(self, path: Sequence[int]) -> None:
+        """A running prompt has these runs."""
+        for run in path:
+            if not self._users[run]:
+                self._idle.pop(run, None)
+            self._users[run] += 1
 
     def know(self, prompt: Prompt, parts: Iterable[Part], fresh: int) -> None:
         """These blocks of a prompt, of which it took `fresh`, are computed or loaded, as all before
@@ -135,12 +138,8 @@ class OwnCache:
         blocks are yet to be known."""
         if not self._capacity:
             return
-        users, in_place = self._users, self._known
-        for run in path:
-            if not users[run] and in_place[run]:
-                self._taken += in_place[run]
-                del self._idle[run]
-            users[run] += 1
+        self._taken += self._idle_of(path)
+        self._pin(path)
         # The KV of the last token is not computed.
         needed = -(-(prompt.tokens + prompt.answer - 1) // self._size) - prompt.blocks
         more = max(0, needed - prompt.reserved)
