@@ -48,8 +48,7 @@ class PrefixStack:
         self._tree = Fenwick()
         self._blocks = 0
         self._live = 0
-        self._firsts: list[int] = []
-        self._behinds: list[int] = []
+        self._changes: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Blocks remembered."""
@@ -92,11 +91,9 @@ class PrefixStack:
             self._add(blocks if touched == length else blocks[:touched])
         return known
 
-    def positions(self) -> tuple[Counter[int], Counter[int]]:
-        """How many runs of positions began at each position, and behind which they ended, since
-        the last call."""
-        found = Counter(self._firsts), Counter(self._behinds)
-        self._firsts, self._behinds = [], []
+    def take_changes(self) -> Counter[int]:
+        """By position: references there since the last call, less those at the position before."""
+        found, self._changes = Counter(self._changes), {}
         return found
 
     def _count(self, first: int, depth: int, end: int, counted: int | None) -> int:
@@ -105,8 +102,9 @@ class PrefixStack:
         if counted is not None:
             behind = min(behind, first + counted - depth)
         if first < behind:
-            self._firsts.append(first)
-            self._behinds.append(behind)
+            changes = self._changes
+            changes[first] = changes.get(first, 0) + 1
+            changes[behind] = changes.get(behind, 0) - 1
         return depth + known - first
 
     def _add(self, blocks: Sequence[int]) -> None:
@@ -172,8 +170,6 @@ def _no_prefix(block: int) -> TraceError:
 
 
 _PARTS = 16
-_OFTEN = 1023
-"""Counts are collected each time the number of requests has none of these bits: every 1,024."""
 
 
 @dataclass(frozen=True)
@@ -274,11 +270,9 @@ class _Parts:
         now.references += len(request.blocks)
         if now.requests == self._length:
             self._end(stack)
-        elif not now.requests & _OFTEN:
-            _collect(now.changes, stack)
 
     def _end(self, stack: PrefixStack) -> None:
-        _collect(self._now.changes, stack)
+        self._now.changes = stack.take_changes()
         self._done.append(self._now)
         self._now = _Part()
         if len(self._done) == _PARTS:
@@ -316,8 +310,8 @@ def measure(
     Raises TraceError, from the trace or where ids do not stand for whole prefixes.
     """
     every, later = PrefixStack(largest), PrefixStack(largest)
-    parts, changes = _Parts(), Counter[int]()
-    for done, request in enumerate(requests, 1):
+    parts = _Parts()
+    for request in requests:
         blocks, prompt = request.blocks, None
         if request.answer_blocks:
             blocks, prompt = [*blocks, *request.answer_blocks], len(blocks)
@@ -325,21 +319,12 @@ def measure(
         if second_use:
             later.touch(blocks, known, prompt)
         parts.add(request, every)
-        if not done & _OFTEN:
-            _collect(changes, later)
-    _collect(changes, later)
     first, second = parts.halves(every)
     total = first.joined(second)
     return Curves(
         block_tokens,
         total.curve(largest),
-        replace(total, changes=changes).curve(largest) if second_use else None,
+        replace(total, changes=later.take_changes()).curve(largest) if second_use else None,
         (first.curve(largest), second.curve(largest)) if second.requests else None,
         len(every) if largest is None else None,
     )
-
-
-def _collect(changes: Counter[int], stack: PrefixStack) -> None:
-    firsts, behinds = stack.positions()
-    changes.update(firsts)
-    changes.subtract(behinds)
