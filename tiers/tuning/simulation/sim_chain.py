@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from spec.chain import ChainSpec
-from spec.offloading import LOADS_AT_ONCE, HostSpec, OffloadingSpec, StoreSpec
+from spec.offloading import LOADS_AT_ONCE, HostSpec, OffloadingSpec
 from tiers.tuning.machine import size_of
 
 
@@ -32,21 +33,10 @@ class SimTier:
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> SimTier:
-        limits = {}
-        if isinstance(spec, StoreSpec):
-            names = ("max_inflight", "store_rate", "load_rate", "write_budget", "loads_at_once")
-            limits = {name: getattr(spec, name) for name in names}
-        return cls(
-            spec.tier_name,
-            spec.type,
-            isinstance(spec, HostSpec),
-            size_of(spec),
-            getattr(spec, "eviction", "lru"),
-            spec.store_threshold,
-            ttl=getattr(spec, "ttl", None),
-            admission=spec.admission,
-            **limits,
-        )
+        is_host = isinstance(spec, HostSpec)
+        more: dict[str, Any]
+        more = {one.name: getattr(spec, one.name, one.default) for one in fields(cls)[4:]}
+        return cls(spec.tier_name, spec.type, is_host, size_of(spec), **more)
 
 
 @dataclass(frozen=True)
