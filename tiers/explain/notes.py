@@ -294,10 +294,10 @@ def count_answers(
             why = child_explained.why_nothing(request) if child_explained and not count else ""
             answers[child] = TierAnswer(child, blocks.start, len(held), count, miss, times, why)
         else:
-            _, first, asked, so_far, first_miss, times, why = before
-            answers[child] = TierAnswer(
-                *(child, first, asked + len(held), so_far + count),
-                *(miss if first_miss is None else first_miss, times, why),
+            answers[child] = before._replace(
+                asked=before.asked + len(held),
+                held=before.held + count,
+                miss=miss if before.miss is None else before.miss,
             )
     return list(answers.values())
 

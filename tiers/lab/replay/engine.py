@@ -137,21 +137,14 @@ class ReplayEngine:
         max_tokens: int = 4,
         salt: str = "",
         kv_transfer_params: dict[str, Any] | None = None,
-        skip_reading_prefix_cache: bool = False,
-        kv_hints: Any = None,
+        **more: Any,
     ) -> ReplayRequest:
-        """Queue a request. Raises ValueError for one that can never fit."""
-        request = ReplayRequest(
-            f"request-{next(self._ids)}",
-            list(prompt),
-            max_tokens,
-            self.model.block_tokens,
-            salt,
-            kv_transfer_params,
-            kv_hints,
-            skip_reading_prefix_cache=skip_reading_prefix_cache,
-        )
-        blocks = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
+        """Queue a request; `more`: its other fields. Raises ValueError for one that can never
+        fit."""
+        name, size = f"request-{next(self._ids)}", self.model.block_tokens
+        asked = list(prompt), max_tokens, size, salt, kv_transfer_params
+        request = ReplayRequest(name, *asked, **more)
+        blocks = -(-(request.num_tokens + max_tokens) // size)
         needed = blocks * len(self.model.windows)
         if not request.prompt or needed > self.num_blocks:
             raise ValueError(f"a request of {needed} blocks; 1..{self.num_blocks} fit")
@@ -220,15 +213,9 @@ class ReplayEngine:
                 stuck = describe(list(self.scheduler.requests.values()))
                 raise RuntimeError(f"the engine is stuck:\n{stuck}")
 
-    def generate(
-        self,
-        prompt: Iterable[int],
-        max_tokens: int = 4,
-        salt: str = "",
-        kv_transfer_params: dict[str, Any] | None = None,
-    ) -> ReplayRequest:
-        """Run one request to its end."""
-        request = self.add(prompt, max_tokens, salt, kv_transfer_params)
+    def generate(self, *asked: Any, **more: Any) -> ReplayRequest:
+        """Run one request to its end; it is asked for as in `add`."""
+        request = self.add(*asked, **more)
         self.run()
         return request
 
