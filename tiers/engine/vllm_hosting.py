@@ -20,7 +20,7 @@ from tiers.block import namespace
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.engine_info import MOMENT
-from tiers.contract.weight_reports import WeightOrders
+from tiers.contract.weight_reports import WeightOrders, Weights
 from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.identity.facts import config_facts, layer_facts
 from tiers.engine.model_weights import ModelWeights
@@ -71,7 +71,8 @@ class HostingEngine:
             )
         before_resets(scheduler, self._outdate)
         self._watch_calls(core)
-        self._watch = self._watch_here()
+        self._watch = WeightWatch(self._weights_here(), ranks=1)
+        self._watch.begin()
         self._resets = 0
         self._has_looked = False
 
@@ -90,25 +91,22 @@ class HostingEngine:
     def is_outdated(self) -> bool:
         """Whether what is stored may be of other weights than the engine has. Until vLLM resets its
         connector as well, nothing is to be served or kept."""
-        if self._watch is not None and not self._has_looked:
+        if not self._has_looked:
             self._has_looked = True
             self._watch.loads(self._tag)
-            self._judge(self._watch)
+            self._judge()
         return self._is_outdated
 
     def looked(self) -> Callable[[], bool]:
         """Look at the weights. What is returned says whether they were unchanged; any thread may
         call it, and waits for the device."""
-        if self._watch is None:
-            return lambda: True
         return self._watch.loads(self._tag).unchanged
 
     def end_step(self) -> None:
         """Look again in the next step."""
-        if self._watch is not None:
-            self._judge(self._watch)
-            self._watch.bind(WeightOrders())
-            self._has_looked = False
+        self._judge()
+        self._watch.bind(WeightOrders())
+        self._has_looked = False
 
     def reset(self) -> None:
         """All that was stored is forgotten: what is stored from now on is of the weights of now."""
@@ -120,20 +118,18 @@ class HostingEngine:
     def _tag(self) -> bytes:
         return b"%d" % self._resets if self._resets else b""
 
-    def _judge(self, watch: WeightWatch) -> None:
-        report = watch.report()
+    def _judge(self) -> None:
+        report = self._watch.report()
         if report is not None and report.over == self._tag:
             self._outdate()
 
-    def _watch_here(self) -> WeightWatch | None:
-        """Watch the weights of a worker of this process, which code beside the engine may write.
-        Those of other processes change by calls of their workers alone."""
+    def _weights_here(self) -> Weights:
+        """The weights of a worker of this process, which code beside the engine may write. Those of
+        other processes change by calls of their workers alone, and are not looked at."""
         if self._executor.collective_rpc(process_of_worker) != [os.getpid()]:
-            return None
+            return Weights()
         (weights,) = self._executor.collective_rpc(sampled_weights)
-        watch = WeightWatch(weights, ranks=1)
-        watch.begin()
-        return watch
+        return cast(Weights, weights)
 
     def _watch_calls(self, core: Any) -> None:
         """Compare the weights after each call that a client makes to the workers."""
