@@ -394,7 +394,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slowly(value: Any) -> Iterator[Any]:
         for piece in pieces(value):
-            time.sleep(0.01 * piece.is_large)
+            time.sleep(0.01 * isinstance(piece, memoryview))
             yield piece
 
     monkeypatch.setattr(digesting, "PIECE", 1)

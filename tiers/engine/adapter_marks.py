@@ -167,7 +167,7 @@ def weights_digest(weights: Any) -> bytes:
     digest = xxhash.xxh3_128()
     try:
         values = {name: value for name, value in vars(weights).items() if name != "id"}
-        tensors = feed(digest, _plain(values))
+        tensors = [*feed(digest, _plain(values))]
     except (Unknown, TypeError, ValueError, RuntimeError):
         return b""
     return digest.digest() if tensors else b""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,17 +38,15 @@ class _Job:
 
     def _steps(self, item: Any) -> Iterator[int]:
         """Digest an item piece by piece, into `digest`; yields the bytes of each piece."""
-        digest, tensors = hashlib.sha256(), 0
+        digest, has_tensors = hashlib.sha256(), False
         try:
-            for piece in _pieces({name: element.data for name, element in item.items()}):
-                tensors += piece.is_first
-                digest.update(piece.data)
-                if piece.is_large:
-                    yield len(piece.data)
+            for fed in feed(digest, {name: element.data for name, element in item.items()}):
+                has_tensors = True
+                yield fed
         except (Unknown, AttributeError, TypeError, ValueError, RuntimeError):
             # The item is of another shape, or has tensors without plain bytes.
-            tensors = 0
-        self.digest = digest.digest()[:MARK_BYTES] if tensors else None
+            has_tensors = False
+        self.digest = digest.digest()[:MARK_BYTES] if has_tensors else None
 
 
 class Digester:
@@ -141,43 +139,35 @@ class Unknown(KVTiersError):
     """A value that does not show the content, such as the address where it is kept."""
 
 
-def feed(digest: Any, value: Any) -> int:
-    """Feed a value to `digest`, other bytes for any other value; return how many tensors it has."""
-    tensors = 0
+def feed(digest: Any, value: Any) -> Iterator[int]:
+    """Feed a value to `digest`, other bytes for any other value; yields the bytes of each piece of
+    a tensor's content, one at least of each tensor."""
     for piece in _pieces(value):
-        tensors += piece.is_first
-        digest.update(piece.data)
-    return tensors
+        digest.update(piece)
+        if isinstance(piece, memoryview):
+            yield len(piece)
 
 
-class _Piece(NamedTuple):
-    """Bytes to digest. `is_first`: of a tensor; `is_large`: digesting them takes time."""
-
-    data: bytes | memoryview
-    is_first: bool = False
-    is_large: bool = False
-
-
-def _pieces(value: Any) -> Iterator[_Piece]:
-    """What stands for a value: other bytes for any other value."""
+def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+    """What stands for a value; views are of the content of tensors, which takes time to digest."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise Unknown
-        yield _Piece(f"tensor {value.dtype} {tuple(value.shape)};".encode(), is_first=True)
+        yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
         flat = value.detach().contiguous().flatten().view(torch.uint8).numpy().data
-        for start in range(0, len(flat), PIECE):
-            yield _Piece(flat[start : start + PIECE], is_large=True)
+        for start in range(0, len(flat) or 1, PIECE):
+            yield flat[start : start + PIECE]
     elif isinstance(value, dict):
-        yield _Piece(f"dict {len(value)};".encode())
+        yield f"dict {len(value)};".encode()
         for key in sorted(value):
             yield from _pieces([key, value[key]])
     elif isinstance(value, list | tuple):
-        yield _Piece(f"list {len(value)};".encode())
+        yield f"list {len(value)};".encode()
         for one in value:
             yield from _pieces(one)
     elif value is None or isinstance(value, bool | int | float | str):
         text = repr(value).encode()
-        yield _Piece(f"{type(value).__name__} {len(text)};".encode() + text)
+        yield f"{type(value).__name__} {len(text)};".encode() + text
     else:
         raise Unknown
 
