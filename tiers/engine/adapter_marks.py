@@ -92,13 +92,6 @@ def name_of(adapter: Any, has_path: bool = True) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-class _Weights(NamedTuple):
-    """What is known of an adapter's weights in the engine's memory."""
-
-    content: bytes
-    stamp: bytes
-
-
 class SeenAdapters(LoadedAdapters):
     """Digests the weights of each adapter when the engine has loaded them.
 
@@ -113,7 +106,8 @@ class SeenAdapters(LoadedAdapters):
         self._name_of = name_of
         self._loaded: dict[bytes, LoadedAdapter] = {}
         self._new: set[bytes] = set()
-        self._weights: weakref.WeakKeyDictionary[Any, _Weights] = weakref.WeakKeyDictionary()
+        self._weights: weakref.WeakKeyDictionary[Any, LoadedAdapter] = weakref.WeakKeyDictionary()
+        """Of all weights in the engine's memory, by what holds them."""
         self._log = LoggedOnce(logger)
 
     def before(self, adapter: Any) -> bytes:
@@ -123,22 +117,21 @@ class SeenAdapters(LoadedAdapters):
     def after(self, adapter: Any, weights: Any, stamp: bytes = b"") -> None:
         """Note which weights an engine uses for an `adapter` from now on. `stamp`: that of before
         it loaded them, if it did; nothing may have changed since."""
-        name = self._name_of(adapter)
+        name, number = self._name_of(adapter), adapter.lora_int_id
         found = self._weights.get(weights)
         if found is None:
             same = bool(stamp) and folder_stamp(str(adapter.lora_path)) == stamp
-            found = _Weights(weights_digest(weights), stamp if same else b"")
+            found = LoadedAdapter(number, weights_digest(weights), stamp if same else b"")
             self._weights[weights] = found
         before = self._loaded.get(name)
-        content = found.content
         if before is None and len(self._loaded) >= MOST_NAMES:
             self._log.warn(f"too many LoRA adapters are used: the KV of further ones {_UNCACHED}")
             return
-        if before is not None and before.content != content:
-            content = b""
-        if not content:
+        now = found._replace(number=number)
+        if before is not None and before.content != found.content:
+            now = now._replace(content=b"")
+        if not now.content:
             self._log.warn(f"LoRA adapter {adapter.lora_name!r} {_why(found)}: its KV {_UNCACHED}")
-        now = LoadedAdapter(adapter.lora_int_id, content, found.stamp)
         if now != before:
             self._loaded[name] = now
             self._new.add(name)
@@ -152,7 +145,7 @@ class SeenAdapters(LoadedAdapters):
         return loaded is not None and bool(loaded.content)
 
 
-def _why(found: _Weights) -> str:
+def _why(found: LoadedAdapter) -> str:
     if not found.content:
         return "is in a form that kvtiers does not know"
     return (
@@ -219,8 +212,8 @@ class MarksOfRequests(RequestMarks):
             mark = RequestMark(_mask_steps(request, b""))
             if adapter is not None:
                 mark = RequestMark(shared=False, adapter=self._name_of(adapter), may_load=False)
+                self._update(request, mark)
             known = self._marks[request.request_id] = request, mark
-            self._update(*known)
         return known[1]
 
     def ready(self, request: Any) -> bool:
@@ -262,8 +255,6 @@ class MarksOfRequests(RequestMarks):
     def _update(self, request: Any, mark: RequestMark) -> None:
         """Give a request with an adapter its mark, or take it away for good: the keys that were
         made of it may stand for other weights now."""
-        if not mark.adapter:
-            return
         of_ranks = self._of_ranks(request, mark)
         if len(of_ranks) < self._ranks or not all(one.content for one in of_ranks):
             mark.shared = False
