@@ -74,7 +74,6 @@ from tiers.engine.vllm_groups import (
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_watch import (
-    announces_sleep,
     before_resets,
     copies_in_step,
     name_of,
@@ -376,8 +375,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
-            in_step = copies_in_step(vllm_config, announced=announces_sleep())
-            opener = partial(open_copier, in_step=in_step)
+            opener = partial(open_copier, in_step=copies_in_step(vllm_config))
             MultiWorker.__init__(self, *worker_parts(chain, info, opener))
         else:
             MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))

@@ -84,14 +84,10 @@ def before_resets(cache: Any, notify: Callable[[], object]) -> None:
         )
 
 
-def announces_sleep() -> bool:
-    """Return whether this vLLM calls a connector before the paged KV goes away, as 0.33 does."""
-    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-
-
-def copies_in_step(vllm_config: VllmConfig, announced: bool) -> bool:
+def copies_in_step(vllm_config: VllmConfig) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
-    that sleeps, and does not announce it, waits for its device alone."""
+    that sleeps, and does not announce it as 0.33 does, waits for its device alone."""
+    announced = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)) and not announced
 
 

@@ -393,14 +393,14 @@ def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_ste
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tiers.engine.vllm_watch import announces_sleep, copies_in_step
+    from tiers.engine.vllm_watch import copies_in_step
 
     if told:
         monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", print, raising=False)
     else:
         monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
-    assert copies_in_step(config, announces_sleep()) is (sleeps and not told)
+    assert copies_in_step(config) is (sleeps and not told)
 
 
 @pytest.mark.parametrize("binds", ["bind_kv_cache_manager", "bind_gpu_block_pool"])
