@@ -26,8 +26,10 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.
 
 Others must manage all layers as one group, which is their default."""
-HANDS_OVER_STATES = (release_of(vllm_version) or NEWEST) >= (0, 32)
-"""Whether this vLLM is known to show where the states of recurrent layers are."""
+WHY_NO_STATES = ""
+"""Why the states of recurrent layers can't be served by this vLLM; empty: they may be."""
+if (release_of(vllm_version) or NEWEST) < (0, 32):
+    WHY_NO_STATES = "that is only known to work with vLLM 0.32 and later"
 STATES_ON_V2 = (
     "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
     "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -98,7 +100,7 @@ def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
 
 def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
     """Raise ValueError where the states of recurrent layers can't be served."""
-    why = why_no_states()
+    why = WHY_NO_STATES
     if not why and len({group.tokens for group, _ in groups}) > 1:
         why = "their blocks have another size than those of attention"
     if why:
@@ -107,13 +109,6 @@ def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
             f"kvtiers can't serve this model's recurrent layers ({', '.join(names[:3])}, ...): "
             f"{why}."
         )
-
-
-def why_no_states() -> str:
-    """Why the states of recurrent layers can't be served by this engine; empty: they may be."""
-    if not HANDS_OVER_STATES:
-        return "that is only known to work with vLLM 0.32 and later"
-    return ""
 
 
 def overwrites_early(vllm_config: VllmConfig, groups: Iterable[KVGroup]) -> bool:
