@@ -139,7 +139,7 @@ class _Group:
             # Layers that are brought in turn show another each time.
             if one.data_ptr() not in shared:
                 spans.setdefault(one.device, []).append(_extent(one))
-        self._samples = [_Sample(device, extents) for device, extents in spans.items()]
+        self._samples = [_sample(device, extents) for device, extents in spans.items()]
 
     def is_in_place(self) -> bool:
         """Whether the memory is still theirs: else reading it could end the process."""
@@ -151,31 +151,30 @@ class _Group:
 
     def read(self, part: int) -> list[Reading]:
         """Begin to read the words of a part. Raises RuntimeError where the device can't."""
-        return [one.read(part) for one in self._samples]
+        return [words.read(numbers[part]) for words, numbers in self._samples]
 
 
-class _Sample:
-    """Words of one device, drawn by chance from each of these ranges of addresses."""
+def _sample(
+    device: torch.device, extents: Sequence[tuple[int, int]]
+) -> tuple[Words, list[torch.Tensor]]:
+    """Words of one device, and the numbers of those of each part, drawn by chance from each of
+    these ranges of addresses."""
+    start = min(first for first, _ in extents)
+    start -= start % WORD.itemsize
+    words = Words(device, start, max(last for _, last in extents))
+    drawn = (torch.tensor(_draw(start, extents), dtype=torch.int64) for _ in range(PARTS))
+    return words, [one.pin_memory() if device.type == "cuda" else one for one in drawn]
 
-    def __init__(self, device: torch.device, extents: Sequence[tuple[int, int]]) -> None:
-        start = min(first for first, _ in extents)
-        self._start = start - start % WORD.itemsize
-        self._words = Words(device, self._start, max(last for _, last in extents))
-        drawn = (torch.tensor(self._draw(extents), dtype=torch.int64) for _ in range(PARTS))
-        self._numbers = [one.pin_memory() if device.type == "cuda" else one for one in drawn]
 
-    def _draw(self, extents: Sequence[tuple[int, int]]) -> list[int]:
-        """Draw the numbers of the words of one part."""
-        drawn: list[int] = []
-        for first, last in extents:
-            low = -((self._start - first) // WORD.itemsize)
-            high = (last - self._start) // WORD.itemsize
-            at = low + secrets.randbelow(max(1, high - low - SAMPLE_WORDS + 1))
-            drawn += range(at, min(high, at + SAMPLE_WORDS))
-        return drawn
-
-    def read(self, part: int) -> Reading:
-        return self._words.read(self._numbers[part])
+def _draw(start: int, extents: Sequence[tuple[int, int]]) -> list[int]:
+    """Draw the numbers of the words of one part; word 0 is at `start`."""
+    drawn: list[int] = []
+    for first, last in extents:
+        low = -((start - first) // WORD.itemsize)
+        high = (last - start) // WORD.itemsize
+        at = low + secrets.randbelow(max(1, high - low - SAMPLE_WORDS + 1))
+        drawn += range(at, min(high, at + SAMPLE_WORDS))
+    return drawn
 
 
 def _parameters(
