@@ -25,19 +25,12 @@ def transfer_config(chain: Path) -> dict[str, Any]:
 
 def register() -> None:
     """Register the connector in this process. vLLM calls this in each process, perhaps twice."""
-    log_with_engine()
+    # Without a handler warnings would be bare lines on stderr, and all below a warning would be
+    # lost. A child of vLLM's logger also follows a configuration that vLLM loads later.
+    for name in ("tiers", "spec"):
+        logging.getLogger(name).parent = logging.getLogger("vllm")
 
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "tiers.engine.vllm", CONNECTOR)
-
-
-def log_with_engine() -> None:
-    """Make our loggers children of vLLM's, with its handlers, format and level.
-
-    Without a handler warnings would be bare lines on stderr, and anything below a warning would be
-    lost. A child also follows a configuration that vLLM loads later.
-    """
-    for name in ("tiers", "spec"):
-        logging.getLogger(name).parent = logging.getLogger("vllm")
