@@ -168,13 +168,12 @@ class RowBlock(Block):
 
 @dataclass
 class TierLookups:
-    """The answers of the store for one request, by key. `wanted`: keys to ask for at the end of the
-    step. `asked`: keys in flight. `promised`: hits that the request has not run with yet, and
-    whether each was loaded. `stored`: in the order of the prompt. `is_stale`: its blocks are
-    from before a reset."""
+    """The answers of the store for one request: `known`, by key, whether it holds a block. `wanted`:
+    keys to ask for at the end of the step. `asked`: keys in flight. `promised`: hits that the
+    request has not run with yet, and whether each was loaded. `stored`: in the order of the prompt.
+    `is_stale`: its blocks are from before a reset."""
 
-    held: set[bytes] = field(default_factory=set)
-    missed: set[bytes] = field(default_factory=set)
+    known: dict[bytes, bool] = field(default_factory=dict)
     wanted: dict[bytes, None] = field(default_factory=dict)
     asked: dict[bytes, None] = field(default_factory=dict)
     promised: dict[bytes, bool] = field(default_factory=dict)
@@ -183,10 +182,9 @@ class TierLookups:
     parts: int = 0
     is_stale: bool = False
 
-    def learn(self, names: Sequence[bytes], answers: Sequence[bool]) -> None:
-        """Keep what the store has answered."""
-        for name, is_held in zip(names, answers, strict=True):
-            (self.held if is_held else self.missed).add(name)
+    def is_new(self, name: bytes) -> bool:
+        """Whether it was never asked for."""
+        return name not in self.known and name not in self.wanted and name not in self.asked
 
 
 class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
@@ -298,38 +296,34 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         if request is None or self._store is None or self._engine.is_outdated:
             return LookupResult.MISS
         name = self._generation.key(key)
-        if name in request.held:
-            return self._promise(request, name)
-        if name in request.missed:
-            return LookupResult.MISS
-        if name not in request.asked and name not in request.wanted:
-            if self._has_index and self._look_ahead(request, key, req_context):
-                is_held = name in request.held
-                return self._promise(request, name) if is_held else LookupResult.MISS
-            request.wanted[name] = None  # with all that the step asks for
-        return LookupResult.RETRY
+        if request.is_new(name):
+            if self._has_index:
+                self._look_ahead(request, key, req_context)
+            else:
+                request.wanted[name] = None  # with all that the step asks for
+        is_held = request.known.get(name)
+        if is_held is None:
+            return LookupResult.RETRY
+        return self._promise(request, name) if is_held else LookupResult.MISS
 
-    def _look_ahead(self, request: TierLookups, key: OffloadKey, context: ReqContext) -> bool:
+    def _look_ahead(self, request: TierLookups, key: OffloadKey, context: ReqContext) -> None:
         """Look a block up in the store's index, and those around it, which are asked for next: vLLM
-        asks for one at a time, and a look costs as much as fifty names. Whether it is known now."""
+        asks for one at a time, and a look costs as much as fifty names."""
         places = getattr(context, "_offload_key_positions", {})  # vLLM lists a prompt nowhere else
         keys = [key]
         if key in places:
             keys = [*places]
             start = keys.index(key) // LOOKED_UP * LOOKED_UP  # with windows the last is asked first
             keys = keys[start : start + LOOKED_UP]
-        known = request.held, request.missed, request.wanted, request.asked
-        names = [self._generation.key(one) for one in keys]
-        names = [name for name in names if not any(name in some for some in known)]
+        names = [*filter(request.is_new, map(self._generation.key, keys))]
         # By themselves: the answers to what the request has asked for may be half there.
         lookup = Lookup()
         answers = self._manager.coverage(lookup, names, range(len(names)))
         if answers is None:  # it is in memory no more
             lookup.cancel()
             request.wanted.update(dict.fromkeys(names))
-            return False
-        request.learn(names, answers)
-        return True
+        else:
+            request.known.update(zip(names, answers, strict=True))
 
     def _promise(self, request: TierLookups, name: bytes) -> LookupResult:
         """Promise a block that the store holds, each once and no more than fit in half of the rows,
@@ -359,7 +353,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         answers = self._manager.coverage(request.lookup, names, range(len(names)))
         if answers is None:
             return
-        request.learn(names, answers)
+        request.known.update(zip(names, answers, strict=True))
         request.asked, request.lookup = {}, Lookup()  # the next question is about other keys
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -483,8 +477,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         if job.job.is_promotion:
             failed = [name for _, name in keys if name not in job.arrived]
             request = self._requests.get(job.job.req_context.req_id, TierLookups())
-            request.held.difference_update(failed)
-            request.missed.update(failed)
+            request.known.update(dict.fromkeys(failed, False))
             if is_done and job.tag == self._generation.tag:
                 for name in failed:
                     self._manager.discard(name)
