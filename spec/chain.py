@@ -491,17 +491,21 @@ def name_clashes(names: Sequence[object]) -> Iterator[Clash]:
 def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
     seen: dict[object, int] = {}
     for index, tier in enumerate(tiers):
-        if not tier.identity:
-            continue
-        # A value that can't be hashed, such as a list, is compared by its repr.
-        place = (tier.type, *(_hashable(getattr(tier, field)) for field in tier.identity))
-        first = seen.setdefault(place, index)
-        if first < index:
+        place = place_of(tier)
+        if place and (first := seen.setdefault(place, index)) < index:
             fields = " or ".join(tier.identity)
             yield Clash(
                 (index, tier.identity[0]),
                 f"tiers[{first}] keeps its blocks in the same place; write another {fields}",
             )
+
+
+def place_of(tier: OffloadingSpec) -> tuple[object, ...]:
+    """Where a tier keeps its blocks; empty: it does not say. A value that can't be hashed, such as
+    a list, is compared by its repr."""
+    if not tier.identity:
+        return ()
+    return (tier.type, *(_hashable(getattr(tier, field)) for field in tier.identity))
 
 
 def _hashable(value: object) -> object:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, place_of
 from spec.fields import mask_secrets
 from spec.offloading import HostSpec, OffloadingSpec
 
@@ -176,19 +176,11 @@ def _refusals(
 def _renamed(before: dict[str, OffloadingSpec], after: dict[str, OffloadingSpec]) -> Iterator[str]:
     """Tiers that keep their blocks where one of another name does: unnamed ones of one type have
     their names by their order."""
-    there = {place: name for name, tier in before.items() if (place := _place(tier)) is not None}
+    there = {place: name for name, tier in before.items() if (place := place_of(tier))}
     for name, tier in after.items():
-        place = _place(tier)
-        known = name if place is None else there.get(place, name)
+        known = there.get(place_of(tier), name)
         if known != name:
             yield (
                 f"tier {name}: the running engine calls this tier {known!r}: write name: {known}, "
                 "or restart the engine"
             )
-
-
-def _place(tier: OffloadingSpec) -> str | None:
-    """Where a tier keeps its blocks; None: it does not say."""
-    if not tier.identity:
-        return None
-    return repr((tier.type, *(getattr(tier, field) for field in tier.identity)))
