@@ -158,6 +158,10 @@ def _pattern(units: Mapping[str, Decimal]) -> str:
     return rf"^\s*\+?(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*({'|'.join(units)})\s*$"
 
 
+def _text(pattern: str, *examples: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern, "examples": [*examples]})
+
+
 ByteSize = Annotated[
     int,
     BeforeValidator(_written_size),
@@ -178,13 +182,7 @@ Duration = Annotated[
     float,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": _pattern(_SECONDS),
-            "examples": ["250ms", "30s", "1d"],
-        }
-    ),
+    _text(_pattern(_SECONDS), "250ms", "30s", "1d"),
 ]
 """A duration in seconds, a millisecond or more; always written with its unit."""
 
@@ -192,13 +190,7 @@ ByteRate = Annotated[
     float,
     BeforeValidator(parse_rate),
     PlainSerializer(format_rate, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": _pattern(_SIZE_UNITS)[:-1] + _PER + "$",
-            "examples": ["200MB/s", "2TB/day"],
-        }
-    ),
+    _text(_pattern(_SIZE_UNITS)[:-1] + _PER + "$", "200MB/s", "2TB/day"),
 ]
 """Bytes per second, above zero; always written with the time it is for."""
 
