@@ -62,9 +62,10 @@ class Document:
     `model`: the class that the data is checked by, if it is no chain.
     """
 
-    def __init__(self, data: object, root: yaml.Node | None = None) -> None:
-        self.data = data
-        self.model: type[BaseModel] | None = None
+    def __init__(
+        self, data: object, root: yaml.Node | None = None, model: type[BaseModel] | None = None
+    ) -> None:
+        self.data, self.model = data, model
         self._root = root
 
     def known_part(self, loc: Loc) -> Loc:

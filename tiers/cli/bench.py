@@ -96,8 +96,7 @@ def _check_facts(given: dict[str, Any]) -> None:
     try:
         Machine.model_validate({**dict.fromkeys(MACHINE, 1), **given})
     except ValidationError as error:
-        document = Document(given)
-        document.model = Machine
+        document = Document(given, model=Machine)
         raise refused("\n".join(explain(error, document, "options"))) from None
 
 
