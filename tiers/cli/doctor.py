@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from spec.errors import SpecError
 from tiers.cli.arguments import CHAIN_FILE, refused
 
 if TYPE_CHECKING:
-    from spec.chain import ChainSpec
     from tiers.doctor.isolated import Found
 
 LOAD_SECONDS = 60.0
@@ -51,14 +49,17 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from tiers.doctor.examine import Engine, examine
+    from tiers.doctor.examine import Engine, examine, load_in_time
 
     if engine_args and model is None:
         raise refused("--engine-args needs --model")
     if model is not None and not (model / "config.json").is_file():
         raise refused(f"{model}: found no config.json in it; write the path of a model's folder")
     try:
-        chain = None if chain_file is None else _load_in_time(chain_file)
+        chain = None if chain_file is None else load_in_time(chain_file, LOAD_SECONDS)
+    except TimeoutError:
+        late = f"{chain_file}: it, or a file that it names, was not read in {LOAD_SECONDS:g} s"
+        raise refused(late) from None
     except SpecError as error:
         if not as_json:
             raise
@@ -74,30 +75,6 @@ def doctor(
     else:
         _print(found, typer.echo)
     raise typer.Exit(int(any(each.finding.gravity == "error" for each in found)))
-
-
-def _load_in_time(file: Path) -> ChainSpec:
-    """Read the chain. Raises SpecError, and Exit if it does not end: its file, or one that it
-    names, may be on a mount that hangs."""
-    from spec.load import load_chain
-
-    made: list[ChainSpec] = []
-    wrong: list[SpecError] = []
-
-    def load() -> None:
-        try:
-            made.append(load_chain(file))
-        except SpecError as error:
-            wrong.append(error)
-
-    thread = threading.Thread(target=load, name="kvtiers-load", daemon=True)
-    thread.start()
-    thread.join(LOAD_SECONDS)
-    if wrong:
-        raise wrong[0]
-    if not made:
-        raise refused(f"{file}: it, or a file that it names, was not read in {LOAD_SECONDS:g} s")
-    return made[0]
 
 
 def _print(found: Sequence[Found], echo: Callable[[str], object]) -> None:

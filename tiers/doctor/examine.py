@@ -12,7 +12,9 @@ from typing import NamedTuple
 from spec.chain import ChainSpec, ControlSpec
 from spec.errors import describe_error
 from spec.findings import GRAVITIES, DoctorFinding
+from spec.load import load_chain
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from tiers.concurrency.executors import IoExecutor
 from tiers.control.control_server import FolderRefused, prepare_folder, runtime_folder
 from tiers.doctor.isolated import SECONDS, Check, Found, run
 from tiers.doctor.machine import examine_machine
@@ -29,6 +31,15 @@ class Engine(NamedTuple):
 
     model: Path
     arguments: Sequence[str] = ()
+
+
+def load_in_time(file: Path, seconds: float) -> ChainSpec:
+    """Read a chain. Raises SpecError, and TimeoutError if it does not end: its file, or one that it
+    names, may be on a mount that hangs."""
+    loader = IoExecutor(1, "load")
+    chain = loader.submit(load_chain, file).result(seconds)
+    loader.shutdown()  # checks fork
+    return chain
 
 
 def examine(
