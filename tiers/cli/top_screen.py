@@ -46,9 +46,7 @@ Row = tuple[str, ...]
 class Lines(Static):
     """A text as it is, without markup. An empty one takes no line."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(**more)
-        self._shown: str | None = None
+    _shown: str | None = None
 
     def show(self, text: str) -> None:
         """Show this text, if it is another."""

@@ -57,9 +57,12 @@ def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
         kv_role=parent.kv_role,
         kv_load_failure_policy=parent.kv_load_failure_policy,
     )
-    return [
-        _child(name, transfer, vllm_config) for name, transfer in zip(names, transfers, strict=True)
-    ]
+    children = []
+    for name, transfer in zip(names, transfers, strict=True):
+        config = copy.copy(vllm_config)
+        config.kv_transfer_config = transfer
+        children.append(ChildConfig(name, child_class(transfer), config))
+    return children
 
 
 def child_names(entries: list[dict[str, Any]]) -> list[str]:
@@ -71,12 +74,6 @@ def child_names(entries: list[dict[str, Any]]) -> list[str]:
             f"connectors[{index}].{key}: connectors{clash.remedy.removeprefix('tiers')}"
         )
     return resolve_names(named)
-
-
-def _child(name: str, transfer: KVTransferConfig, vllm_config: VllmConfig) -> ChildConfig:
-    config = copy.copy(vllm_config)
-    config.kv_transfer_config = transfer
-    return ChildConfig(name, child_class(transfer), config)
 
 
 def child_class(transfer: KVTransferConfig) -> type[Any]:

@@ -168,10 +168,10 @@ class RowBlock(Block):
 
 @dataclass
 class TierLookups:
-    """The answers of the store for one request: `known`, by key, whether it holds a block. `wanted`:
-    keys to ask for at the end of the step. `asked`: keys in flight. `promised`: hits that the
-    request has not run with yet, and whether each was loaded. `stored`: in the order of the prompt.
-    `is_stale`: its blocks are from before a reset."""
+    """The answers of the store for one request. `known`: by key, whether it holds the block.
+    `wanted`: keys to ask for at the end of the step. `asked`: keys in flight. `promised`: hits that
+    the request has not run with yet, and whether each was loaded. `stored`: in the order of the
+    prompt. `is_stale`: its blocks are from before a reset."""
 
     known: dict[bytes, bool] = field(default_factory=dict)
     wanted: dict[bytes, None] = field(default_factory=dict)
