@@ -82,14 +82,11 @@ class EvictionTests(StoreUnderTest):
             filled = self._fill(store, room + _PREFIX)
             held = sum(sum(listed(store.has(keys))) for keys in filled)
             used = next(keys for keys in filled if all(listed(store.has(keys))))
-            use(store, used)
-            for _ in range(held // 2 // _PREFIX):
-                self.put(store, [make_key() for _ in range(_PREFIX)])
-            assert listed(store.has(used)) == [True] * _PREFIX, "blocks in use were evicted"
-            use(store, used)
-            for _ in range((held - _PREFIX) // _PREFIX - 1):
-                self.put(store, [make_key() for _ in range(_PREFIX)])
-            assert listed(store.has(used)) == [True] * _PREFIX, "blocks in use were evicted"
+            for others in (held // 2 // _PREFIX, (held - _PREFIX) // _PREFIX - 1):
+                use(store, used)
+                for _ in range(others):
+                    self.put(store, [make_key() for _ in range(_PREFIX)])
+                assert listed(store.has(used)) == [True] * _PREFIX, "blocks in use were evicted"
             for _ in range(2 * _PREFIX):  # they are the oldest now
                 self.put(store, [make_key() for _ in range(3)])
                 self._check_tails(store, [used])

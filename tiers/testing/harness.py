@@ -7,8 +7,8 @@ import random
 import secrets
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 from unittest import SkipTest
@@ -33,23 +33,18 @@ def payload_of(key: bytes, payload_bytes: int, version: int = 0) -> bytes:
 
 
 def at_once(calls: Sequence[Callable[[], object]]) -> None:
-    """Make these calls at the same time, each on a thread of its own. Raises AssertionError with
-    the traceback of the first that fails."""
-    barrier, wrong = threading.Barrier(len(calls)), list[str]()
+    """Make these calls at the same time, each on a thread of its own. Raises what the first of them
+    that fails raises."""
+    barrier = threading.Barrier(len(calls))
 
     def work(call: Callable[[], object]) -> None:
-        try:
-            barrier.wait()
-            call()
-        except Exception:  # noqa: BLE001 - the main thread reports it
-            wrong.append(traceback.format_exc())
+        barrier.wait()
+        call()
 
-    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
+    with ThreadPoolExecutor(len(calls)) as threads:  # none is free before all have begun
+        ended = [threads.submit(work, call) for call in calls]
+    for one in ended:
+        one.result()
 
 
 class Memory:
