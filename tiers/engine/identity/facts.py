@@ -47,13 +47,13 @@ fact."""
 def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     """Return every fact of the configuration, except weights, layout and rank. A field that this
     kvtiers does not know is one, too, unless it has its default."""
-    model = vllm_config.model_config
+    configs = [*_configs("VllmConfig", vllm_config)]
     facts = {
         "engine": engine_version,
-        "config": config_digest(model.hf_config),
-        **dict(_keyed("VllmConfig", vllm_config)),
+        "config": config_digest(vllm_config.model_config.hf_config),
+        **{key: value for one in configs for key, value in _keyed(*one)},
     }
-    unknown = dict(_unknown("VllmConfig", vllm_config))
+    unknown = {key: value for one in configs for key, value in _unknown(*one)}
     if unknown:
         logger.info(
             "kvtiers does not know %s: blocks are shared only with engines of the same values",
@@ -62,12 +62,18 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     return {**facts, **unknown}
 
 
+def _configs(name: str, config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a configuration, and those that it contains, by their classes."""
+    yield name, config
+    for field, part in PARTS.get(name, {}).items():
+        if (inner := getattr(config, field, None)) is not None:
+            yield from _configs(part, inner)
+
+
 def _keyed(name: str, config: Any) -> Iterator[tuple[str, str]]:
     for field in FIELDS[name].keyed:
         if hasattr(config, field):
             yield f"{name}.{field}", text_of(getattr(config, field))
-    for part, inner in _parts(name, config):
-        yield from _keyed(part, inner)
 
 
 def _unknown(name: str, config: Any) -> Iterator[tuple[str, str]]:
@@ -78,14 +84,6 @@ def _unknown(name: str, config: Any) -> Iterator[tuple[str, str]]:
             value = text_of(getattr(config, field.name, None))
             if value != _default(field):
                 yield f"{name}.{field.name}", value
-    for part, inner in _parts(name, config):
-        yield from _unknown(part, inner)
-
-
-def _parts(name: str, config: Any) -> Iterator[tuple[str, Any]]:
-    for field, part in PARTS.get(name, {}).items():
-        if (inner := getattr(config, field, None)) is not None:
-            yield part, inner
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
