@@ -446,7 +446,7 @@ def test_what_a_name_stood_for_is_open_while_its_digest_is_missing() -> None:
     assert not marks.of(asked("5", seen("film", torch.rand(2)))).shared, "it was never digested"
     marks.forget("6")
     assert not marks.of(asked("7", seen("house", torch.rand(4)))).shared, "it was another image"
-    assert not marks._undigested and not marks._given_up
+    assert not marks._given_up
 
 
 def test_where_nothing_is_ever_stored_nothing_is_digested() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, NamedTuple
 
 from tiers.concurrency.repeated_log import LoggedOnce
@@ -77,8 +78,6 @@ class ContentMarks(MediaMarks):
         self._names: dict[str, set[str]] = {}
         self._digesting: dict[str, list[_Asked]] = {}
         self._given_up: dict[str, list[_Asked]] = {}
-        self._undigested: Counter[str] = Counter()
-        """Names of media of requests in `_given_up`."""
         self._digester = Digester()
         self._log = LoggedOnce(logger)
 
@@ -108,9 +107,7 @@ class ContentMarks(MediaMarks):
         mark = self._marks.setdefault(request.request_id, MediaMark())
         mark.steps.append((media[0].mm_position.offset, secrets.token_bytes(MARK_BYTES)))
         mark.shared = False
-        given_up = self._given_up.setdefault(request.request_id, [])
-        given_up += asked + unasked
-        self._undigested.update(one.medium.identifier for one in asked + unasked)
+        self._given_up[request.request_id] = asked + unasked
         return True
 
     def of(self, request: Any) -> MediaMark:
@@ -152,7 +149,6 @@ class ContentMarks(MediaMarks):
         self._names.pop(request_id, None)
         for one in (given_up := self._given_up.pop(request_id, [])):
             name = one.medium.identifier
-            self._undigested -= Counter([name])
             if one.content.done():
                 self._known(name, one.content.result())
             else:  # the engine's caches may have it under this name for as long as it runs
@@ -175,7 +171,8 @@ class ContentMarks(MediaMarks):
         if len(self._contents) > self._room:
             self._contents.popitem(last=False)
         if first == content:
-            return None if name in self._undigested else content
+            given_up = chain.from_iterable(self._given_up.values())
+            return None if any(one.medium.identifier == name for one in given_up) else content
         self._contents[name] = None
         for request_id, names in self._names.items():
             if name in names:
