@@ -130,20 +130,6 @@ def entry_of(name: str, group: str = TIERS) -> EntryPoint:
     return entry
 
 
-def imported(entry: EntryPoint) -> object:
-    """What an entry point names, if it is for a version of the plugin API that is read."""
-    api = _api_of(entry)
-    if api in ENDING:
-        _warn_ending(owner(entry), api, ENDING[api])
-    elif api != PLUGIN_API:
-        raise BrokenPlugin(
-            f"its package {owner(entry)} was built for plugin API {api}, this is {PLUGIN_API}: "
-            f"see {PAGE}"
-        )
-    loaded: object = run(entry, entry.load, "its import", IMPORT_SECONDS)
-    return loaded
-
-
 def is_ours(policy: type) -> bool:
     """Whether a class is kvtiers' own."""
     return policy.__module__.startswith(OURS)
@@ -161,9 +147,17 @@ def imported_class(
     kind: type[T],
     check: Callable[[EntryPoint, Any], None] = check_whole,
 ) -> type[T]:
-    """The class that an entry point names, of this kind. Raises BrokenPlugin for another one, and
-    what `check` raises."""
-    loaded = imported(entry)
+    """The class that an entry point names, of this kind. Raises BrokenPlugin for another one, for a
+    version of the plugin API that is not read, and what `check` raises."""
+    api = _api_of(entry)
+    if api in ENDING:
+        _warn_ending(owner(entry), api, ENDING[api])
+    elif api != PLUGIN_API:
+        raise BrokenPlugin(
+            f"its package {owner(entry)} was built for plugin API {api}, this is {PLUGIN_API}: "
+            f"see {PAGE}"
+        )
+    loaded = run(entry, entry.load, "its import", IMPORT_SECONDS)
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise broken(entry, f"it is not an {kind.__name__}")
     run(entry, lambda: check(entry, loaded), "a check of its class")
