@@ -7,7 +7,6 @@ blocks in the engine's own host pool), and ships the class as an entry point of 
 
 from __future__ import annotations
 
-import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -57,11 +56,6 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     if len(keys) > MAX_KEYS or len({key.lower() for key in keys}) < len(keys):
         raise ValueError(f"write {MAX_KEYS} keys at most, each of them once")
     return tuple(bytes.fromhex(key) for key in keys)
-
-
-def others_can_read(path: Path) -> bool:
-    """Return whether users other than its owner and group may read the file."""
-    return bool(os.stat(path).st_mode & 0o004)
 
 
 # The specs know nothing of `tiers`, which has these (`tiers/store.py`, `tiers/trial.py`,

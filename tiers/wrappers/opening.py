@@ -13,7 +13,6 @@ from spec.offloading import (
     OffloadingSpec,
     StoreContext,
     StoreSpec,
-    others_can_read,
     read_keys,
 )
 from spec.registry import opens_ours, package_of
@@ -168,7 +167,7 @@ def usable_keys(encryption: EncryptionSpec) -> tuple[bytes, ...]:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
         keys = read_keys(encryption.key_file)
-        open_to_all = others_can_read(encryption.key_file)
+        open_to_all = encryption.key_file.stat().st_mode & 0o004
     except (ValueError, OSError) as error:
         raise TierUnusable(f"encryption.key_file {encryption.key_file}: {error}") from error
     if open_to_all:
