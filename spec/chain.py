@@ -516,18 +516,14 @@ def _hashable(value: object) -> object:
     return value
 
 
-def resolved(chain: ChainSpec) -> dict[str, Any]:
-    """The chain with its defaults, as it is written; nobody's salt is in it."""
+def shown_chain(chain: ChainSpec) -> dict[str, Any]:
+    """The chain with its defaults, as it is written, but without secrets, nobody's salt among them:
+    what anyone may see."""
     dumped = chain.model_dump(mode="json", exclude_none=True)
     dumped["salt"] = "***" if chain.salt else "none"
     # Cache salts keep tenants apart: whoever knows one can ask for that tenant's blocks.
     dumped["tenants"] = len(chain.tenants) or "none"
-    return dumped
-
-
-def shown_chain(chain: ChainSpec) -> dict[str, Any]:
-    """The same without secrets that a plugin's settings might show: what anyone may see."""
-    shown: dict[str, Any] = _masked(resolved(chain))
+    shown: dict[str, Any] = _masked(dumped)  # a plugin's settings may show some
     return shown
 
 

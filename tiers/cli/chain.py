@@ -13,7 +13,6 @@ from spec.errors import SpecError, one_line
 from tiers.cli.arguments import ChainFile, refused
 
 if TYPE_CHECKING:
-    from spec.chain import ChainSpec
     from spec.offloading import OffloadingSpec
 
 COLUMNS = ("order", "name", "type", "settings")
@@ -46,7 +45,7 @@ def validate(
         typer.echo(json.dumps({"problems": error.problems}, indent=1))
         raise typer.Exit(2) from None
     with stdout_to_stderr():  # plugins' serializers run
-        whole = shown_chain(chain) if as_json else None
+        whole = shown_chain(chain)
         rows = [
             (str(order), str(tier.name), tier.type, _settings(tier))
             for order, tier in enumerate(chain.tiers, 1)
@@ -58,7 +57,9 @@ def validate(
         _print_rich(rows)
     else:
         typer.echo("\n".join(aligned([COLUMNS, *rows])))
-    typer.echo(_chain_settings(chain))
+    left_out = ("tiers",) if whole["ghosts"] else ("tiers", "ghosts")
+    settings = (f"{key} {_text(value)}" for key, value in whole.items() if key not in left_out)
+    typer.echo(", ".join(settings))
 
 
 def _settings(tier: OffloadingSpec) -> str:
@@ -70,16 +71,6 @@ def _settings(tier: OffloadingSpec) -> str:
     # Its own settings first, then those that every tier has.
     keys = sorted(dumped, key=lambda key: key in StoreSpec.model_fields)
     return one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in keys))
-
-
-def _chain_settings(chain: ChainSpec) -> str:
-    from spec.chain import resolved
-
-    dumped = resolved(chain)
-    del dumped["tiers"]
-    if not dumped["ghosts"]:
-        del dumped["ghosts"]
-    return ", ".join(f"{key} {_text(value)}" for key, value in dumped.items())
 
 
 def _text(value: object) -> str:
