@@ -48,8 +48,9 @@ class Control:
         # Without it a socket that opens while the engine ends would stay.
         self._lock = threading.Lock()
         assert scheduler.changes is not None, "it has a chain"
+        self._live = scheduler.changes
         self.board = StatusBoard(scheduler)
-        self._changes = ChangeVerbs(scheduler.changes, self.board.saved)
+        self._changes = ChangeVerbs(self._live, self.board.saved)
         if chain.control is not None:
             try:
                 in_background(self._open, "control-open")
@@ -90,11 +91,11 @@ class Control:
             raise QuestionRefused("chain takes no parameters")
         # No file is read but those of the system, which never hang.
         scheduler, engine = self._scheduler, self._scheduler.engine
-        groups, changes = engine.kv_groups, scheduler.changes
+        groups = engine.kv_groups
         opened = (c.block_bytes for c in scheduler.children if isinstance(c, OffloadingScheduler))
         return RunningChain(
             version=version("kvtiers"),
-            chain=shown_chain(self._chain if changes is None else changes.chain),
+            chain=shown_chain(self._live.chain),
             file=None if self._file is None else str(self._file),
             host=socket.gethostname(),
             pid=os.getpid(),
