@@ -69,13 +69,8 @@ class Document:
         self._root = root
 
     def known_part(self, loc: Loc) -> Loc:
-        """Return the longest start of `loc` that is in the document."""
-        value = self.data
-        for depth, part in enumerate(loc):
-            if not _holds(value, part):
-                return loc[:depth]
-            value = value[part]  # type: ignore[index]  # _holds has looked
-        return loc
+        """Return a `written_part` without its last step, if that is not in the document."""
+        return loc if not loc or _holds(self.value(loc[:-1]), loc[-1]) else loc[:-1]
 
     def written_part(self, loc: Loc) -> Loc:
         """Return `loc` without the steps that pydantic adds, such as the choices of a union.

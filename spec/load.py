@@ -96,16 +96,15 @@ def problem_line(source: str, number: int | None, loc: Loc, found: str, remedy: 
 def _line(problem: Problem, document: Document, source: str, slips: Mapping[Loc, Loc]) -> str:
     kind, loc = problem["type"], problem["loc"]
     if kind == "missing":
-        return problem_line(source, document.line(loc), loc, "nothing", _add_it(loc, document))
-    if kind == "extra_forbidden":
-        found, remedy = _unknown(loc, document, slips)
-        return problem_line(source, document.line(loc), loc, found, remedy)
-    if kind == "invalid_key":
-        found, shown = f"the key {str(problem['input'])[:60]}", loc[:-1]
+        shown, found, remedy = loc, "nothing", _add_it(loc, document)
+    elif kind == "extra_forbidden":
+        shown, found, remedy = loc, "an unknown key", _instead(loc, document, slips)
     else:
-        shown = document.known_part(loc)
+        shown, remedy = document.known_part(loc), _remedy(problem, document)
         found = _describe(shown, document)
-    return problem_line(source, document.line(loc), shown, found, _remedy(problem, document))
+        if kind == "invalid_key":
+            shown, found = loc[:-1], f"the key {str(problem['input'])[:60]}"
+    return problem_line(source, document.line(loc), shown, found, remedy)
 
 
 def _remedy(problem: Problem, document: Document) -> str:
@@ -147,12 +146,12 @@ def _add_it(loc: Loc, document: Document) -> str:
     return f"add {loc[-1]}: {examples[0]}".rstrip(": .")
 
 
-def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[str, str]:
-    """Return what to say of an unknown key, and what to write instead."""
-    model = _model(loc[:-1], document)
+def _instead(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> str:
+    """Return what to write instead of an unknown key."""
     if loc in slips:
-        return "an unknown key", f"did you mean {slips[loc][-1]}?"
-    return "an unknown key", f"use {one_of(model.model_fields)}" if model else "remove it"
+        return f"did you mean {slips[loc][-1]}?"
+    model = _model(loc[:-1], document)
+    return f"use {one_of(model.model_fields)}" if model else "remove it"
 
 
 def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Loc, Loc]]:
