@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import selectors
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import NoReturn
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
 from spec.errors import describe_error, one_line
 from spec.findings import DoctorFinding
@@ -78,19 +78,15 @@ def run(checks: Sequence[Check]) -> list[Found]:
 def _read_all(running: dict[int, _Running]) -> None:
     """Read until each check has ended, or its time is over."""
     left = set(running)
-    with selectors.DefaultSelector() as selector:
-        for pipe in left:
-            selector.register(pipe, selectors.EVENT_READ)
-        while left:
-            ends = min(running[pipe].ends for pipe in left)
-            for key, _ in selector.select(max(0.0, ends - time.monotonic())):
-                piece = os.read(key.fd, _PIECE)
-                running[key.fd].text += piece
-                if not piece or len(running[key.fd].text) > _MOST:
-                    running[key.fd].ends = 0.0
-            for pipe in [pipe for pipe in left if running[pipe].ends <= time.monotonic()]:
-                selector.unregister(pipe)
-                left.remove(pipe)
+    while left:
+        ends = min(running[pipe].ends for pipe in left)
+        ready: list[Any] = wait(left, max(0.0, ends - time.monotonic()))
+        for pipe in ready:
+            piece = os.read(pipe, _PIECE)
+            running[pipe].text += piece
+            if not piece or len(running[pipe].text) > _MOST:
+                running[pipe].ends = 0.0
+        left = {pipe for pipe in left if running[pipe].ends > time.monotonic()}
 
 
 def _results(each: _Running) -> list[DoctorFinding]:
