@@ -88,7 +88,7 @@ class ArchiveReader:
     def __init__(self, path: Path) -> None:
         """Raises OSError, and ArchiveError for a file that is none of this version."""
         self._path = path
-        self._file = path.open("rb", buffering=0)
+        self._file = path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
         self._headers = xxhash.xxh3_64()
         self.count = 0
@@ -103,7 +103,7 @@ class ArchiveReader:
             raise
 
     def _read_head(self) -> ArchiveHead:
-        front = self._pread(len(_MAGIC) + _LENGTH.size, 0)
+        front = self._read(len(_MAGIC) + _LENGTH.size, 0)
         if not front.startswith(_MAGIC) or len(front) < len(_MAGIC) + _LENGTH.size:
             raise ArchiveError(f"{self._path}: no archive of kvtiers")
         version, length = _LENGTH.unpack_from(front, len(_MAGIC))
@@ -111,7 +111,7 @@ class ArchiveReader:
             raise ArchiveError(
                 f"{self._path}: an archive of format {version}; this kvtiers reads {FORMAT_VERSION}"
             )
-        rest = self._pread(min(length, MAX_HEAD_BYTES) + _CHECKSUM.size, len(front))
+        rest = self._read(min(length, MAX_HEAD_BYTES) + _CHECKSUM.size, len(front))
         text, sum_ = rest[:-8], rest[-8:]
         if len(text) != length or sum_ != _CHECKSUM.pack(xxhash.xxh3_64_intdigest(front + text)):
             raise ArchiveError(f"{self._path}: the head of this archive is damaged")
@@ -126,7 +126,7 @@ class ArchiveReader:
     def frames(self) -> Iterator[Frame]:
         """The frames in order, up to the end, or to the first that is damaged or cut."""
         while True:
-            front = self._pread(_FRAME.size + HEADER_BYTES, self.end)
+            front = self._read(_FRAME.size + HEADER_BYTES, self.end)
             if len(front) < _FRAME.size:
                 return
             kind, packing, size, sum_ = _FRAME.unpack_from(front)
@@ -152,7 +152,7 @@ class ArchiveReader:
 
     def stored(self, frame: Frame) -> bytes:
         """A frame's stored bytes. Raises RecordError if they are not those of its header."""
-        data = self._pread(frame.size, frame.offset)
+        data = self._read(frame.size, frame.offset)
         if frame.is_packed:
             try:
                 if zstandard.frame_content_size(data) != frame.header.stored_bytes:
@@ -165,12 +165,9 @@ class ArchiveReader:
             raise RecordError("plain bytes of another length than the block's")
         return data
 
-    def _pread(self, size: int, offset: int) -> bytes:
-        parts: list[bytes] = []
-        while size and (part := os.pread(self._file.fileno(), min(size, 1 << 30), offset)):
-            parts.append(part)
-            size, offset = size - len(part), offset + len(part)
-        return b"".join(parts)
+    def _read(self, size: int, offset: int) -> bytes:
+        self._file.seek(offset)
+        return self._file.read(size)
 
     @property
     def headers(self) -> Any:
