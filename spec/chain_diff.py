@@ -116,9 +116,7 @@ def diff(old: ChainSpec, new: ChainSpec) -> ChainDiff:
     places = {name: place for place, name in enumerate(before, 1)}
     for place, (name, tier) in enumerate(after.items(), 1):
         keys = tuple(_differing(before[name], tier)) if name in before else ()
-        kind: Kind = "added"
-        if name in before:
-            kind = _kind(tier, {key.key for key in keys})
+        kind = _kind(tier, {key.key for key in keys}) if name in before else "added"
         tiers.append(TierChange(name, kind, places.get(name), place, keys))
         refused += _refusals(before.get(name), tier, kind, {key.key for key in keys})
     for name, tier in before.items():

@@ -135,13 +135,12 @@ class EvictionTests(StoreUnderTest):
             if room <= MOST_ROOM:
                 yield store, room
                 return
-            too_much = room
         try:
             with self._of_room(ROOM) as store:
                 yield store, min(ROOM, self._room_of(store))
         except SkipTest:
             raise AssertionError(
-                f"the test gives the store room for {too_much} blocks, too many to try what it "
+                f"the test gives the store room for {room} blocks, too many to try what it "
                 f"evicts: let `open_store` give it room for 64 to {MOST_ROOM}"
             ) from None
 

@@ -88,13 +88,10 @@ class Digests:
     @contextmanager
     def _entry(self, stamp: Stamp) -> Iterator[Path | None]:
         """Yield the path of a file's entry, locked against other processes; None without one."""
-        if self._folder is None:
-            yield None
-            return
-        path = self._folder / f"{stamp.device:x}-{stamp.inode:x}"
-        lock = _locked(path.with_suffix(".lock"))
+        path = self._folder and self._folder / f"{stamp.device:x}-{stamp.inode:x}"
+        lock = None if path is None else _locked(path.with_suffix(".lock"))
         try:
-            yield path if lock is not None else None
+            yield None if lock is None else path
         finally:
             if lock is not None:
                 release(lock)
