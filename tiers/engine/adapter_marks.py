@@ -38,6 +38,10 @@ whose times are finer than seconds."""
 MOST_NAMES = 1 << 16
 """Adapters that are distinguished; KV of further ones is not cached."""
 _UNCACHED = "is not cached until the engine is started again"
+_CHANGED = (
+    "was loaded again with other weights, and the engine's own prefix cache does not "
+    "distinguish them (load changed weights under another name, from another path)"
+)
 NameOf = Callable[[Any], bytes]
 """What stands for an adapter in the engine's block hashes, of a request of the engine's to load."""
 PATIENCE = 0.2
@@ -131,7 +135,8 @@ class SeenAdapters(LoadedAdapters):
         if before is not None and before.content != found.content:
             now = now._replace(content=b"")
         if not now.content:
-            self._log.warn(f"LoRA adapter {adapter.lora_name!r} {_why(found)}: its KV {_UNCACHED}")
+            why = _CHANGED if found.content else "is in a form that kvtiers does not know"
+            self._log.warn(f"LoRA adapter {adapter.lora_name!r} {why}: its KV {_UNCACHED}")
         if now != before:
             self._loaded[name] = now
             self._new.add(name)
@@ -143,15 +148,6 @@ class SeenAdapters(LoadedAdapters):
     def may_store(self, adapter: bytes) -> bool:
         loaded = self._loaded.get(adapter)
         return loaded is not None and bool(loaded.content)
-
-
-def _why(found: LoadedAdapter) -> str:
-    if not found.content:
-        return "is in a form that kvtiers does not know"
-    return (
-        "was loaded again with other weights, and the engine's own prefix cache does not "
-        "distinguish them (load changed weights under another name, from another path)"
-    )
 
 
 def weights_digest(weights: Any) -> bytes:
