@@ -42,7 +42,10 @@ def kv_groups(
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_settings(vllm_config)
-    if _has_mixed_precision(kv_cache_config):
+    mixed = getattr(kv_cache_config, "has_mixed_precision_kv_cache", None)
+    if mixed is None:  # older engines do not distinguish it from states, which they zero as well
+        mixed = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    if mixed:
         raise ValueError(
             "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
             "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
@@ -73,29 +76,17 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
                 f"kvtiers does not serve context parallelism: {axis} is {getattr(parallel, axis)}. "
                 "Set it to 1, or start vLLM without kvtiers."
             )
-    _refuse_drafts_in_pipelines(vllm_config)
-
-
-def _refuse_drafts_in_pipelines(vllm_config: VllmConfig) -> None:
-    """Raise ValueError where ranks before the last would never store: the V1 runner, when it
-    speculates, tells a rank to save after the drafter has run, which is the last rank's part."""
+    # Ranks before the last would never store: when it speculates, the V1 runner tells a rank to
+    # save after the drafter has run, which is the last rank's part.
     if (
         getattr(vllm_config, "speculative_config", None) is not None
-        and getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
+        and getattr(parallel, "pipeline_parallel_size", 1) > 1
         and not getattr(vllm_config, "use_v2_model_runner", False)
     ):
         raise ValueError(
             "kvtiers does not serve speculative decoding with pipeline parallelism on vLLM's V1 "
             "model runner, which lets the last rank alone store. Leave one of the two out."
         )
-
-
-def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
-    mixed = getattr(kv_cache_config, "has_mixed_precision_kv_cache", None)
-    # Older engines do not distinguish it from states, which they zero as well.
-    return bool(
-        getattr(kv_cache_config, "needs_kv_cache_zeroing", False) if mixed is None else mixed
-    )
 
 
 def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
