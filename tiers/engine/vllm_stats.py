@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -197,16 +198,13 @@ def _once(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
     """Wrap the kinds of metrics so that a name that was made before gives the same metric."""
     made: dict[tuple[Any, str], Any] = {}
 
-    def maker(kind: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            key = (kind, kwargs["name"] if "name" in kwargs else args[0])
-            if key not in made:
-                made[key] = metric_types[kind](*args, **kwargs)
-            return made[key]
+    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        key = (kind, kwargs["name"] if "name" in kwargs else args[0])
+        if key not in made:
+            made[key] = metric_types[kind](*args, **kwargs)
+        return made[key]
 
-        return make
-
-    return {kind: maker(kind) for kind in metric_types}
+    return {kind: partial(make, kind) for kind in metric_types}
 
 
 def _register(metric_types: Mapping[Any, Any], labelnames: list[str]) -> dict[str, Any]:
