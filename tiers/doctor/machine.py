@@ -124,8 +124,8 @@ def _shared_memory(root: Path) -> DoctorFinding:
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError as error:
-        found, why = None, error.strerror
-    if found is not None:
+        why = str(error.strerror)
+    else:
         size = found.f_blocks * found.f_frsize
         if size >= LEAST_SHM:
             return DoctorFinding("fine", f"/dev/shm has {format_size(size)}")
