@@ -75,12 +75,9 @@ def main() -> None:
     try:
         with redirect_stdout(stdout):
             app(prog_name="kvtiers")
-    except (SpecError, TraceError) as error:
-        typer.echo(str(error), err=True)
-        sys.exit(2)
     except KVTiersError as error:
         typer.echo(str(error), err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, SpecError | TraceError) else 1)
     except OSError as error:
         if stdout is not None:
             stdout.discard()  # else the interpreter tries to write the rest at its end
