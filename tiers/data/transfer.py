@@ -112,17 +112,13 @@ def import_archive(
             with scratches[size].borrow() as memory:
                 _put(archive, stores[size], batch, memory, report)
             progress(report.moved, report.bytes)
-        report.evicted = sum(map(_evicted, stores.values()))
+        counting = (capability(store, Counts) for store in stores.values())
+        report.evicted = sum(one.counts().evicted for one in counting if one is not None)
     finally:
         for store in stores.values():
             store.close()
     report.is_whole = archive.is_whole
     return report
-
-
-def _evicted(store: TierStore) -> int:
-    counts = capability(store, Counts)
-    return 0 if counts is None else counts.counts().evicted
 
 
 def import_notes(archive: ArchiveReader, records: StoredRecords) -> None:
