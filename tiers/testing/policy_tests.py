@@ -173,7 +173,12 @@ class EvictionContract:
                 policy.evicted(_key(number), queue)
 
         pass_through(range(4 * ROOM))
-        assert _grown(lambda: pass_through(range(4 * ROOM, 500 * ROOM))) < ROOM * _BYTES_A_BLOCK
+        tracemalloc.start()
+        try:
+            pass_through(range(4 * ROOM, 500 * ROOM))
+            assert tracemalloc.get_traced_memory()[0] < ROOM * _BYTES_A_BLOCK
+        finally:
+            tracemalloc.stop()
 
 
 class AdmissionContract:
@@ -256,16 +261,6 @@ class AdmissionContract:
 
 def _key(number: int) -> bytes:
     return number.to_bytes(24, "big")
-
-
-def _grown(call: Callable[[], None]) -> int:
-    """Bytes of memory that a call leaves behind."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
 
 
 def _phases(count: int, seed: int) -> list[list[int]]:
