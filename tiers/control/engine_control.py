@@ -7,11 +7,12 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from spec.chain import ChainSpec, shown_chain
+from spec.chain import ChainSpec, ControlSpec, shown_chain
 from tiers.concurrency.executors import in_background
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
@@ -40,7 +41,6 @@ class Control:
         self, chain: ChainSpec, scheduler: MultiScheduler, file: Path | None = None
     ) -> None:
         """`file`: the chain's, if it was read from one."""
-        self._chain = chain
         self._file = file
         self._scheduler = scheduler
         self._server: ControlServer | None = None
@@ -53,13 +53,11 @@ class Control:
         self._changes = ChangeVerbs(self._live, self.board.saved)
         if chain.control is not None:
             try:
-                in_background(self._open, "control-open")
+                in_background(partial(self._open, chain.control), "control-open")
             except RuntimeError as error:
                 logger.warning(_NO_SOCKET, error)
 
-    def _open(self) -> None:
-        spec = self._chain.control
-        assert spec is not None, "a chain without control opens none"
+    def _open(self, spec: ControlSpec) -> None:
         folder = spec.folder or runtime_folder()
         verbs: dict[str, Verb] = {
             "status": self._status,
@@ -107,7 +105,7 @@ class Control:
         ).model_dump(mode="json")
 
     def _explain(self, parameters: Mapping[str, Any]) -> Any:
-        if self._chain.explain is None:
+        if self._live.chain.explain is None:
             raise QuestionRefused(
                 "nothing is kept of requests; write explain: {} into the engine's chain"
             )
