@@ -169,7 +169,6 @@ class ControlServer:
         OSError and RuntimeError if it can't listen there."""
         self._verbs = verbs
         self._server, self.path = listen(folder, name)
-        self._is_closed = False
         self._answering = threading.Lock()
         """Of several answers at once, each would pause for itself alone."""
         try:
@@ -186,10 +185,10 @@ class ControlServer:
 
     def _serve(self) -> None:
         widen_affinity()
-        while not self._is_closed:
+        while self._server.fileno() >= 0:  # it is not closed
             try:
                 client, _ = self._server.accept()
-            except OSError:  # it is closed, or the client has hung up, or descriptors are short
+            except OSError:  # it closes, or the client has hung up, or descriptors are short
                 time.sleep(0.05)
                 continue
             with client, suppress(OSError):
@@ -235,7 +234,6 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop answering, and remove the socket. Does not wait for clients."""
-        self._is_closed = True
         with suppress(OSError):  # a socket that stays is removed by the next engine
             self.path.unlink()
         with suppress(OSError):
