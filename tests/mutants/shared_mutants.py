@@ -39,8 +39,8 @@ MUTANTS = (
     BUCKET.but(
         "answers",
         "a pack that is gone is empty",
-        "            except FileNotFoundError:\n                return None\n",
-        "            except FileNotFoundError:\n                return 0\n",
+        "another file now\n        return None\n",
+        "another file now\n        return 0\n",
     ),
     BUCKET.but(
         "answers",
@@ -147,8 +147,8 @@ MUTANTS = (
     KEPT.but(
         "failures",
         "what another host removed is not opened again",
-        "                return self._read(path, start, into)\n        return None\n",
-        "                pass\n        return None\n",
+        "            return self._read(path, start, into)  # the name may lead to another file now\n",
+        "            pass\n",
     ),
     KEPT.but(
         "failures",

@@ -121,16 +121,13 @@ class DirectoryBucket:
 
     def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
         path = f"{self._path}/{name}"
-        with self._translated():
+        with self._translated(), suppress(FileNotFoundError):
             try:
                 return self._read(path, start, into)
-            except FileNotFoundError:
-                return None
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
-            with suppress(FileNotFoundError):  # the name may lead to another file now, or to none
-                return self._read(path, start, into)
+            return self._read(path, start, into)  # the name may lead to another file now
         return None
 
     def _read(self, path: str, start: int, into: Sequence[memoryview]) -> int:
