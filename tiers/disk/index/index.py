@@ -198,31 +198,24 @@ class Index:
 
     def _require_whole_file(self) -> None:
         # Reading a mapped page behind the end of a cut file would kill the process by SIGBUS.
-        with self._env.begin() as txn:
-            page = txn.stat(self._env.open_db(None, txn))["psize"]
+        page = self._env.stat()["psize"]
         need, size = (self._env.info()["last_pgno"] + 1) * page, os.stat(self._path).st_size
         if size < need:
             raise Damaged(f"{self._path} has {size} bytes, {need} expected")
 
     def _require_format(self) -> None:
-        with self.begin(write=True) as txn:
-            found = self._format(txn)
+        found = b"of another program"
+        with self.begin(write=True) as txn, suppress(lmdb.NotFoundError):
+            fresh = self._env.stat()["entries"] == 0
+            meta = self._env.open_db(b"meta", txn, create=fresh)
+            if fresh:
+                txn.put(b"format", _FORMAT, db=meta)
+            found = txn.get(b"format", b"unknown", db=meta)
         if found != _FORMAT:
             raise TierUnusable(
                 f"{self._path} has the format {found.decode(errors='replace')!r}, this version "
                 f"reads {_FORMAT.decode()!r}; name another folder, or remove this one's files"
             )
-
-    def _format(self, txn: Any) -> bytes:
-        fresh = txn.stat(self._env.open_db(None, txn))["entries"] == 0
-        try:
-            meta = self._env.open_db(b"meta", txn, create=fresh)
-        except lmdb.NotFoundError:
-            return b"of another program"
-        if fresh:
-            txn.put(b"format", _FORMAT, db=meta)
-        found: bytes = txn.get(b"format", b"unknown", db=meta)
-        return found
 
     def _open_tables(self) -> None:
         """Open all tables, for use in transactions; make those missing. Waits as a write."""
