@@ -224,14 +224,11 @@ class Cluster:
             except FAILURES as error:
                 failure = error
                 continue
-            nodes = {each: self._node(each) for each in {*served} if each is not None}
-            self._map = learnt = [None if each is None else nodes[each] for each in served]
+            for each in filter(None, {*served}):
+                self._nodes.setdefault(each, Node(each, self._pools.at(each), self._timeout))
+            self._map = learnt = [None if each is None else self._nodes[each] for each in served]
             return learnt
         raise failure
-
-    def _node(self, endpoint: Endpoint) -> Node:
-        made = Node(endpoint, self._pools.at(endpoint), self._timeout)
-        return self._nodes.setdefault(endpoint, made)
 
 
 def open_topology(settings: ConnectionSettings, timeout: float) -> OneMaster | Cluster:
