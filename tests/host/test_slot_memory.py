@@ -152,7 +152,7 @@ def test_a_range_that_is_cut_while_it_is_used_is_provided_once(
         asked.append(size)
         return 0
 
-    monkeypatch.setattr(slot_memory, "_madvise", lambda: madvise)
+    monkeypatch.setattr(slot_memory, "_madvise", madvise)
     prefault = Prefault(memory.rows.data_ptr(), 8 * SLOT)
     wait_until_given(prefault, 8 * SLOT)
     prefault.resize(2 * SLOT)
@@ -191,7 +191,7 @@ def test_a_range_that_is_cut_while_it_is_provided_is_provided_anew_behind_that(
         provided.append((address - memory.address(0), size))
         return 0
 
-    monkeypatch.setattr(slot_memory, "_madvise", lambda: madvise)
+    monkeypatch.setattr(slot_memory, "_madvise", madvise)
     prefault = Prefault(memory.rows.data_ptr(), 8 * SLOT)
     may_provide.set()
     wait_until_given(prefault, SLOT)

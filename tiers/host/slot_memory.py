@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -39,6 +38,8 @@ MAP_NORESERVE = 0x4000
 kernel may refuse to set so many addresses aside."""
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def pinned_together(stride: int) -> int:
@@ -140,7 +141,7 @@ class SlotMemory:
             unregister(self._pinned[-1])
             self._pinned.pop()
         # By ctypes, which lets other threads run meanwhile.
-        _madvise()(self._address + start, end - start, mmap.MADV_DONTNEED)
+        _madvise(self._address + start, end - start, mmap.MADV_DONTNEED)
 
     def move(self, slot: int, target: int) -> None:
         """Copy one slot's payload to another; other threads run meanwhile."""
@@ -244,15 +245,8 @@ def provide(
 
 
 def _populate(address: int, size: int) -> None:
-    madvise = _madvise()
-    if madvise(address, size, MADV_POPULATE_WRITE) != 0:
+    if _madvise(address, size, MADV_POPULATE_WRITE) != 0:
         ctypes.memset(address, 0, size)  # an older kernel; fresh memory is zero already
-
-
-def _madvise() -> Any:
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
 
 
 class Prefault:
@@ -291,10 +285,9 @@ class Prefault:
 
     def _run(self) -> None:
         widen_affinity()
-        madvise = _madvise()
         while self._has_work():
             size = min(_STEP, self._length - self.done)
-            if madvise(self._address + self.done, size, MADV_POPULATE_WRITE) != 0:
+            if _madvise(self._address + self.done, size, MADV_POPULATE_WRITE) != 0:
                 return
             with self._changed:  # the range may have been cut meanwhile
                 self.done = min(self.done + size, self._length)
