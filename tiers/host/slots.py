@@ -71,8 +71,6 @@ class SlotPool:
         self._next = 0
         """From this slot on those that are free need not be in `_free`."""
         self._looked, self._waiting = num_slots, deque[int]()
-        self.is_vacating = False
-        """Whether slots beyond the end are, or may be, in use."""
         self._refs = array("q", bytes(8 * num_slots))
         self._keys: dict[int, bytes] = {}
         self._slots: dict[bytes, int] = {}
@@ -185,7 +183,6 @@ class SlotPool:
         self._refs.frombytes(bytes(8 * max(0, num_slots - len(self._refs))))
         self._looked = num_slots
         self._waiting.clear()
-        self.is_vacating = num_slots < len(self._refs)
 
     def beyond(self, most: int) -> list[int]:
         """Some slots beyond the end that are in use yet, `most` at most; each time others, as far
@@ -202,6 +199,11 @@ class SlotPool:
         return found
 
     @property
+    def is_vacating(self) -> bool:
+        """Whether slots beyond the end are, or may be, in use."""
+        return self.end < len(self._refs)
+
+    @property
     def is_searching(self) -> bool:
         """Whether some slots beyond the end were not looked at yet."""
         return self._looked < len(self._refs)
@@ -211,7 +213,6 @@ class SlotPool:
         returned before."""
         if not self.is_vacating or self.is_searching or self._waiting:
             return None
-        self.is_vacating = False
         del self._refs[self.end :]
         return self.end
 
