@@ -74,8 +74,11 @@ class SlotQueues:
             left = before[end]
             after[left], before[first] = first, left
             after[last], before[end] = end, last
-            if where[first] != queue:
-                self._renumber(slots[start:stop], queue)
+            if (was := where[first]) != queue:  # that of the whole run
+                self._lengths[was] -= stop - start
+                self._lengths[queue] += stop - start
+                for slot in slots[start:stop]:
+                    where[slot] = queue
             start = stop
 
     def replace(self, slot: int, target: int) -> None:
@@ -101,13 +104,6 @@ class SlotQueues:
             if not is_empty:
                 self._before[first] = self._after[last] = new
         self._ends += more
-
-    def _renumber(self, run: Sequence[int], queue: int) -> None:
-        """Count these slots, all of one queue, as slots of this queue."""
-        self._lengths[self.where[run[0]]] -= len(run)
-        self._lengths[queue] += len(run)
-        for slot in run:
-            self.where[slot] = queue
 
     def first(self, queue: int) -> int:
         """The oldest slot of a queue, which is not empty."""
