@@ -65,7 +65,7 @@ def stand_in() -> Iterator[Counts]:
 
     def copies(pages: Sequence[torch.Tensor]) -> KernelCopies:
         made = KernelCopies(pages, 8)
-        made._launch = launch  # type: ignore[method-assign]
+        made.copy = launch  # type: ignore[method-assign]
         return made
 
     def ignore(*args: Any) -> None:

@@ -75,7 +75,7 @@ def test_it_copies_what_pytorch_copies(make: Callable[[], torch.Tensor], blocks:
     ours, theirs = (torch.full((len(blocks), stride), 7, dtype=torch.uint8) for _ in range(2))
     both: list[Copies] = [kernel.KernelCopies(pages, unit), PageCopies(pages)]
     for copies, out in zip(both, (ours, theirs), strict=True):
-        copies.gather(copies.numbers([1, *blocks, 4]), 1, 1 + len(blocks), out)
+        copies.copy(copies.numbers([1, *blocks, 4]), 1, 1 + len(blocks), out, to_rows=True)
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours[0, : pages[0].shape[1]], torch.full_like(pages[0][0], 7))
 
@@ -86,7 +86,7 @@ def test_it_copies_what_pytorch_copies(make: Callable[[], torch.Tensor], blocks:
     for copies in both:
         for layer, image in zip(layers.values(), before, strict=True):
             layer.copy_(image)
-        copies.scatter(copies.numbers([1, *blocks, 4]), 1, 1 + len(blocks), rows)
+        copies.copy(copies.numbers([1, *blocks, 4]), 1, 1 + len(blocks), rows, to_rows=False)
         images.append([one.clone() for one in whole])
     assert all(map(torch.equal, *images))
 
@@ -115,14 +115,18 @@ def test_a_kernel_that_copies_right_is_used() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("which", ["gather", "scatter"])
+@pytest.mark.parametrize("wrong", [True, False])
 def test_a_kernel_that_copies_wrong_is_not(
-    which: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def copy(*args: Any) -> None:
-        """Copies nothing."""
+    right = kernel.KernelCopies.copy
 
-    monkeypatch.setattr(kernel.KernelCopies, which, copy)
+    def copy(*args: Any, to_rows: bool) -> None:
+        """Copies nothing to the rows, or nothing from them."""
+        if to_rows != wrong:
+            right(*args, to_rows=to_rows)
+
+    monkeypatch.setattr(kernel.KernelCopies, "copy", copy)
     pages = block_pages({"layer": filled(odd_pages)}, BLOCKS)
     assert isinstance(open_copies(pages), PageCopies)
     assert "other bytes" in caplog.text
@@ -134,7 +138,7 @@ def test_one_that_does_not_run_is_not(
     def fail(*args: Any, **options: Any) -> None:
         raise AssertionError("no compiler here")
 
-    monkeypatch.setattr(kernel.KernelCopies, "_launch", fail)
+    monkeypatch.setattr(kernel.KernelCopies, "copy", fail)
     pages = block_pages({"layer": filled(odd_pages)}, BLOCKS)
     assert isinstance(open_copies(pages), PageCopies)
     assert "no compiler here" in caplog.text

@@ -158,13 +158,14 @@ def _delay_gathers(patch: pytest.MonkeyPatch) -> None:
 
     def made(pages: Sequence[torch.Tensor]) -> Copies:
         copies = really(pages)
-        gather = copies.gather
+        copy: Any = copies.copy
 
-        def late(*args: Any) -> None:
-            torch.cuda._sleep(5 * PAUSE)
-            gather(*args)
+        def late(*args: Any, to_rows: bool) -> None:
+            if to_rows:
+                torch.cuda._sleep(5 * PAUSE)
+            copy(*args, to_rows=to_rows)
 
-        patch.setattr(copies, "gather", late)
+        patch.setattr(copies, "copy", late)
         return copies
 
     patch.setattr(cuda, "open_copies", made)

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -157,18 +156,11 @@ class CudaCopier:
         self, blocks: list[int], rows: torch.Tensor, slots: list[int], after: torch.cuda.Event
     ) -> _Gathered:
         self._paged.require_in_range(blocks, rows, slots)
-        slots, blocks = _by_slot(slots, blocks)
-        ring, size, leave = self._out, self._stride, partial(self._bus.cross, to_host=True)
+        ring = self._out
         with torch.cuda.device(self._device):
             ring.filling.wait_event(after)
-            numbers = self._send(blocks, ring.filling)
             try:
-                ring.pass_through(
-                    len(blocks),
-                    self._copies.launches,
-                    lambda first, last, staged: self._copies.gather(numbers, first, last, staged),
-                    lambda first, last, staged: leave(rows, slots[first:last], staged, size),
-                )
+                self._move(blocks, rows, slots, to_host=True)
             except RuntimeError:
                 # What was queued must not arrive when the slots are another's.
                 wait_for(ring.marks(), self._device)
@@ -183,22 +175,30 @@ class CudaCopier:
         assert isinstance(after, _Place) and after.has_passed, "wait for the fence before"
         with torch.cuda.device(self._device), self._loading:
             try:
-                self._scatter(rows, *_by_slot(slots, blocks))
+                self._move(blocks, rows, slots, to_host=False)
                 return _Place(mark(self._in.emptying), self._device)
             except BaseException:
                 # Of a failed load, too, nothing may arrive when the engine has its blocks back.
                 wait_for(self._in.marks(), self._device)
                 raise
 
-    def _scatter(self, rows: torch.Tensor, slots: list[int], blocks: list[int]) -> None:
-        ring, size, arrive = self._in, self._stride, partial(self._bus.cross, to_host=False)
-        numbers = self._send(blocks, ring.emptying)
-        ring.pass_through(
-            len(blocks),
-            self._copies.launches,
-            lambda first, last, staged: arrive(rows, slots[first:last], staged, size),
-            lambda first, last, staged: self._copies.scatter(numbers, first, last, staged),
-        )
+    def _move(
+        self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int], to_host: bool
+    ) -> None:
+        """Queue the copies of a gather (`to_host`) or a scatter."""
+        order = sorted(range(len(slots)), key=slots.__getitem__)  # neighbours cross together
+        places, ring = [slots[i] for i in order], self._out if to_host else self._in
+        paged_on = ring.filling if to_host else ring.emptying
+        numbers = self._send([blocks[i] for i in order], paged_on)
+
+        def copy(first: int, last: int, staged: torch.Tensor) -> None:
+            self._copies.copy(numbers, first, last, staged, to_rows=to_host)
+
+        def cross(first: int, last: int, staged: torch.Tensor) -> None:
+            self._bus.cross(rows, places[first:last], staged, self._stride, to_host)
+
+        fill, empty = (copy, cross) if to_host else (cross, copy)
+        ring.pass_through(len(order), self._copies.launches, fill, empty)
 
     def _send(self, blocks: list[int], stream: torch.cuda.Stream) -> torch.Tensor:
         """The blocks' numbers on the device, made and used on `stream`, whose memory it is."""
@@ -213,12 +213,6 @@ class CudaCopier:
         self._thread.shutdown(wait=True)
         with suppress(RuntimeError):  # a device that has failed copies no more
             wait_for(self._out.marks(), self._device)
-
-
-def _by_slot(slots: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Both in the order of slots, so that neighbours cross the bus together."""
-    order = sorted(range(len(slots)), key=slots.__getitem__)
-    return [slots[i] for i in order], [blocks[i] for i in order]
 
 
 def open_copies(pages: Sequence[torch.Tensor]) -> Copies:

@@ -68,19 +68,13 @@ class KernelCopies:
         """The table of pages and the blocks' numbers, for the device."""
         return torch.cat([self._table, torch.frombuffer(array("q", blocks), dtype=torch.int64)])
 
-    def gather(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        self._launch(numbers, first, last, rows, gather=True)
-
-    def scatter(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        self._launch(numbers, first, last, rows, gather=False)
-
-    def _launch(
-        self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor, gather: bool
+    def copy(
+        self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor, to_rows: bool
     ) -> None:
         start = len(self._table)
         blocks, units = numbers[start + first : start + last], rows.stride(0) // self._bytes
         _copy_pages[last - first, *self._grid](
-            numbers, blocks, rows.view(self._unit), units, gather, self._type, CHUNK
+            numbers, blocks, rows.view(self._unit), units, to_rows, self._type, CHUNK
         )
 
 
@@ -105,7 +99,7 @@ def agrees(pages: Sequence[torch.Tensor], unit: int) -> bool:
         back = [torch.zeros_like(page) for page in filled]
         rows = torch.zeros(3, stride, dtype=torch.uint8, device=device)
         out, into = make(filled), make(back)
-        out.gather(out.numbers([1, 3, 0, 2]).to(device), 1, 4, rows)
-        into.scatter(into.numbers([1, 3, 0, 2]).to(device), 1, 4, rows)
+        out.copy(out.numbers([1, 3, 0, 2]).to(device), 1, 4, rows, to_rows=True)
+        into.copy(into.numbers([1, 3, 0, 2]).to(device), 1, 4, rows, to_rows=False)
         moved.append([rows, *back])
     return all(map(torch.equal, *moved))

@@ -125,17 +125,18 @@ class Copies(Protocol):
     """Queues copies on the current stream, by `launches` kernels, and waits for nothing.
 
     `numbers`: what `numbers` made of all blocks of a copy, on the device. `first` and `last`
-    (exclusive): which of them now. `rows`: as many staged rows, uint8, contiguous. It keeps nothing
-    on the device: an engine that sleeps would take it away.
+    (exclusive): which of them now. `rows`: as many staged rows, uint8, contiguous; `to_rows`: they
+    are filled, else copied to the pages. It keeps nothing on the device: an engine that sleeps
+    would take it away.
     """
 
     launches: int
 
     def numbers(self, blocks: list[int]) -> torch.Tensor: ...
 
-    def gather(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None: ...
-
-    def scatter(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None: ...
+    def copy(
+        self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor, to_rows: bool
+    ) -> None: ...
 
 
 class PageCopies:
@@ -148,17 +149,14 @@ class PageCopies:
     def numbers(self, blocks: list[int]) -> torch.Tensor:
         return torch.tensor(blocks)
 
-    def gather(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        for page, column in self._columns(rows):
-            torch.index_select(page, 0, numbers[first:last], out=column)
-
-    def scatter(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        for page, column in self._columns(rows):
-            page.index_copy_(0, numbers[first:last], column)
-
-    def _columns(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start = 0
+    def copy(
+        self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor, to_rows: bool
+    ) -> None:
+        start, some = 0, numbers[first:last]
         for page in self._pages:
-            stop = start + page.shape[1]
-            yield page, rows[:, start:stop]
-            start = stop
+            column = rows[:, start : start + page.shape[1]]
+            start += page.shape[1]
+            if to_rows:
+                torch.index_select(page, 0, some, out=column)
+            else:
+                page.index_copy_(0, some, column)
