@@ -53,15 +53,14 @@ from tiers.engine.adapter_marks import MarksOfRequests
 from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.vllm_children import (
-    all_support_sleep,
-    any_requires_piecewise,
     as_computed,
+    child_class,
     child_configs,
+    child_transfers,
     following,
     identity,
     load_policy,
     refuse_groups,
-    required_layout,
 )
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import (
@@ -207,15 +206,32 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return required_layout(vllm_config)
+        """The layout that children ask for. Raises ValueError, naming who asks for which."""
+        asked = {
+            child.name: layout
+            for child in child_configs(vllm_config)
+            if (layout := child.cls.get_required_kvcache_layout(child.vllm_config)) is not None
+        }
+        if len(set(asked.values())) > 1:
+            wishes = ", ".join(f"{name}: {layout}" for name, layout in asked.items())
+            raise ValueError(f"connectors ask for different KV cache layouts ({wishes})")
+        return next(iter(asked.values()), None)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return all_support_sleep(kv_transfer_config)
+        """Whether every child bears that the memory of the paged KV goes away; our tiers do. One of
+        an older vLLM, which has no such member, is asked by no engine."""
+        extra, engine = kv_transfer_config.kv_connector_extra_config, kv_transfer_config.engine_id
+        listed = child_transfers(extra, engine_id=engine, kv_role=kv_transfer_config.kv_role)
+        return all(child_class(one).supports_sleep_mode(one) for one in listed)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return any_requires_piecewise(extra_config)
+        """Whether any child works layer by layer, which whole CUDA graphs would skip."""
+        return any(
+            child_class(one).requires_piecewise_for_cudagraph(one.kv_connector_extra_config)
+            for one in child_transfers(extra_config, kv_role="kv_both")
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:

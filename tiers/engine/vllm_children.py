@@ -51,7 +51,7 @@ def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
     parent = vllm_config.kv_transfer_config
     extra = parent.kv_connector_extra_config
     names = child_names(extra.get("connectors", []))
-    transfers = _transfers(
+    transfers = child_transfers(
         extra,
         engine_id=parent.engine_id,
         kv_role=parent.kv_role,
@@ -141,19 +141,6 @@ def as_computed(blocks: KVCacheBlocks, count: int) -> KVCacheBlocks:
     return replace(blocks, blocks=tuple(groups))
 
 
-def required_layout(vllm_config: VllmConfig) -> str | None:
-    """The KV cache layout that children ask for. Raises ValueError, naming who asks for which."""
-    asked = {
-        child.name: layout
-        for child in child_configs(vllm_config)
-        if (layout := child.cls.get_required_kvcache_layout(child.vllm_config)) is not None
-    }
-    if len(set(asked.values())) > 1:
-        wishes = ", ".join(f"{name}: {layout}" for name, layout in asked.items())
-        raise ValueError(f"connectors ask for different KV cache layouts ({wishes})")
-    return next(iter(asked.values()), None)
-
-
 def refuse_groups(children: Sequence[ChildConfig], kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError if the model has several KV cache groups and a child can serve one only."""
     groups = len(kv_cache_config.kv_cache_groups)
@@ -165,25 +152,9 @@ def refuse_groups(children: Sequence[ChildConfig], kv_cache_config: KVCacheConfi
         )
 
 
-def any_requires_piecewise(extra_config: Mapping[str, Any]) -> bool:
-    """Whether any child works layer by layer, which whole CUDA graphs would skip."""
-    return any(
-        child_class(transfer).requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
-        for transfer in _transfers(extra_config, kv_role="kv_both")
-    )
-
-
-def all_support_sleep(parent: KVTransferConfig) -> bool:
-    """Whether every child bears that the memory of the paged KV goes away; our tiers do.
-
-    A connector of an older vLLM, which has no such member, is asked by no engine.
-    """
-    extra = parent.kv_connector_extra_config
-    transfers = _transfers(extra, engine_id=parent.engine_id, kv_role=parent.kv_role)
-    return all(child_class(transfer).supports_sleep_mode(transfer) for transfer in transfers)
-
-
-def _transfers(extra_config: Mapping[str, Any], **inherited: Any) -> Iterator[KVTransferConfig]:
+def child_transfers(
+    extra_config: Mapping[str, Any], **inherited: Any
+) -> Iterator[KVTransferConfig]:
     """What the entries of `connectors` say, and what they inherit where they don't."""
     for entry in extra_config.get("connectors", []):
         fields = {key: value for key, value in entry.items() if key != "name"}
