@@ -307,8 +307,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
     def test_damage_is_counted(self) -> None:
         self.claimed("verifies")
         keys = [make_key() for _ in range(3)]
-        with self.opened() as store:
-            damages = self.having(store, Damages)
+        with self.opened_having(Damages) as (store, damages):
             self.put(store, keys)
             before = damages.damaged()
             assert self.hits(store, [make_key(), make_key()]) == [False] * 2
@@ -319,8 +318,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
 
     def test_peek_agrees_with_has(self) -> None:
         keys = [make_key() for _ in range(4)]
-        with self.opened() as store:
-            index = self.having(store, LocalIndex)
+        with self.opened_having(LocalIndex) as (store, index):
             self.put(store, keys[:2])
             assert listed(index.peek(keys)) == [True, True, False, False]
             store.drop(keys[:1])
@@ -328,8 +326,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
 
     def test_touch_changes_no_block(self) -> None:
         keys = [make_key() for _ in range(4)]
-        with self.opened() as store:
-            touch = self.having(store, Touch)
+        with self.opened_having(Touch) as (store, touch):
             self.put(store, keys[:2])
             touch.touch(keys)
             assert listed(store.has(keys)) == [True, True, False, False]
@@ -337,8 +334,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
 
     def test_clear_empties_one_namespace_and_no_other(self) -> None:
         keys = [make_key() for _ in range(2)]
-        with self.opened() as store:
-            clear = self.having(store, Clear)
+        with self.opened_having(Clear) as (store, clear):
             self.put(store, keys)
             calls = next((n for n in range(64) if not clear.clear(keys[0][:NAMESPACE_BYTES])), None)
             assert calls is not None, "clear says that there is more, again and again"
@@ -357,8 +353,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
 
     def test_what_is_dropped_gives_its_room_back(self) -> None:
         keys = [make_key() for _ in range(8)]
-        with self.opened() as store:
-            measured = self.having(store, Measured)
+        with self.opened_having(Measured) as (store, measured):
             before = measured.usage()
             self.put(store, keys)
             during = measured.usage()

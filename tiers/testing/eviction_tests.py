@@ -107,8 +107,7 @@ class EvictionTests(StoreUnderTest):
 
     def test_puts_are_counted(self) -> None:
         keys = [make_key() for _ in range(4)]
-        with self.opened() as store:
-            counts = self.having(store, Counts)
+        with self.opened_having(Counts) as (store, counts):
             before = counts.counts()
             self.put(store, keys)
             assert counts.counts().renewed == before.renewed, "new blocks count as renewed"

@@ -7,9 +7,9 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 from unittest import SkipTest
 
@@ -178,6 +178,14 @@ class StoreUnderTest:
         if found is None:
             raise SkipTest(f"{type(store).__name__} has no {kind.__name__}")
         return found
+
+    @contextmanager
+    def opened_having(
+        self, kind: type[Capability], payload_bytes: int | None = None
+    ) -> Iterator[tuple[TierStore, Capability]]:
+        """The store open, and as one that has a capability: see `opened` and `having`."""
+        with self.opened(payload_bytes) as store:
+            yield store, self.having(store, kind)
 
     def put(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> None:
         """Store the payloads of these keys; the store must take them all."""

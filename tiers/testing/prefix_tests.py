@@ -16,8 +16,7 @@ class PrefixTests(StoreUnderTest):
     """What `put`, `get` and the look-ups make of a prompt, stored as an engine does."""
 
     def test_a_prompt_is_found_and_got_from_any_block_on(self) -> None:
-        with self.opened(_BYTES) as store:
-            packs = self.having(store, Packs)
+        with self.opened_having(Packs, _BYTES) as (store, packs):
             group = packs.pack_blocks()
             assert type(group) is int and group > 0, f"pack_blocks is {group!r}"
             keys = _prompt(3 * group + 2)
@@ -36,8 +35,7 @@ class PrefixTests(StoreUnderTest):
                     assert _counted(self.having(other, Packs), keys) == len(keys)
 
     def test_prompts_that_part_share_what_they_have_in_common(self) -> None:
-        with self.opened(_BYTES) as store:
-            packs = self.having(store, Packs)
+        with self.opened_having(Packs, _BYTES) as (store, packs):
             group = packs.pack_blocks()
             for common in (group // 2, group, group + 1):
                 one = _prompt(2 * group + 1)
@@ -51,8 +49,7 @@ class PrefixTests(StoreUnderTest):
 
     def test_blocks_that_come_one_by_one(self) -> None:
         """As those of an answer do; and a batch may begin anywhere."""
-        with self.opened(_BYTES) as store:
-            packs = self.having(store, Packs)
+        with self.opened_having(Packs, _BYTES) as (store, packs):
             keys = _prompt(packs.pack_blocks() + 7)
             self._put_prompt(store, keys[:3])
             for count in range(4, len(keys) + 1):
@@ -63,8 +60,7 @@ class PrefixTests(StoreUnderTest):
             self._load(store, keys, range(len(keys)))
 
     def test_a_dropped_block_of_a_prompt_is_gone(self) -> None:
-        with self.opened(_BYTES) as store:
-            packs = self.having(store, Packs)
+        with self.opened_having(Packs, _BYTES) as (store, packs):
             keys = _prompt(packs.pack_blocks())
             self._put_prompt(store, keys)
             at = len(keys) // 2
@@ -88,8 +84,7 @@ class PrefixTests(StoreUnderTest):
                     self._load(one, keys, range(len(keys)))
 
     def test_several_prompts_at_once(self) -> None:
-        with self.opened(_BYTES) as store:
-            packs = self.having(store, Packs)
+        with self.opened_having(Packs, _BYTES) as (store, packs):
             prompts = [_prompt(count) for count in (1, 3, packs.pack_blocks() + 2)]
             for keys in prompts[1:]:
                 self._put_prompt(store, keys)
@@ -99,8 +94,7 @@ class PrefixTests(StoreUnderTest):
 
     def test_a_prompt_whose_first_blocks_were_never_put(self) -> None:
         """As of a window, of which an engine that has loaded a prefix has the end alone."""
-        with self.opened(_BYTES) as store:
-            windows = self.having(store, PacksWindows)
+        with self.opened_having(PacksWindows, _BYTES) as (store, windows):
             group = self.having(store, Packs).pack_blocks()
             keys = _prompt(3 * group + 2)
             first = group // 2 + 1
@@ -119,8 +113,7 @@ class PrefixTests(StoreUnderTest):
             self._load(store, keys, range(len(keys)))
 
     def test_any_blocks_of_a_prompt_may_be_missing(self) -> None:
-        with self.opened(_BYTES) as store:
-            windows = self.having(store, PacksWindows)
+        with self.opened_having(PacksWindows, _BYTES) as (store, windows):
             group = self.having(store, Packs).pack_blocks()
             keys = _prompt(2 * group + 3)
             some = sorted({0, 1, group // 2, group - 1, group + 1, group + 2, len(keys) - 1})

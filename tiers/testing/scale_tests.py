@@ -52,8 +52,7 @@ class ScaleTests(StoreUnderTest):
         space = make_key(NAMESPACE_BYTES)
         keys = [make_key(48, start=space) for _ in range(320)]
         try:
-            with self.opened(512) as store:
-                clear = self.having(store, Clear)
+            with self.opened_having(Clear, 512) as (store, clear):
                 for start in range(0, len(keys), 64):
                     store.put(Memory(keys[start : start + 64], 512).fill().readonly())
                 calls = next((n for n in range(len(keys)) if not clear.clear(space)), None)
