@@ -79,9 +79,7 @@ def test_a_change_for_the_worse_is_taken_back(tmp_path: Path, after: float, outc
     old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
     with running(old) as engine:
         history = History(0.3, after)
-        watched = ChangeWatch(
-            changes_of(engine), history.saved, change(engine, new), old, seconds=0.4
-        )
+        watched = ChangeWatch(changes_of(engine), history.saved, change(engine, new), seconds=0.4)
         watch(engine, watched)
         assert watched.verdict.outcome == outcome
         assert watched.verdict.went_back == (outcome == "worse")
@@ -114,9 +112,7 @@ def test_another_change_ends_the_watch(tmp_path: Path) -> None:
     old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
     with running(old) as engine:
         history = History(0.3, 0.1)
-        watched = ChangeWatch(
-            changes_of(engine), history.saved, change(engine, new), old, seconds=0.4
-        )
+        watched = ChangeWatch(changes_of(engine), history.saved, change(engine, new), seconds=0.4)
         newest = new.model_copy(update={"max_wait": 5.0})
         change(engine, newest)
         watch(engine, watched)

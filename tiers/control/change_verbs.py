@@ -67,9 +67,8 @@ class ChangeVerbs:
         if question.dry_run:
             return self._answer(found, None)
         pending = self._changes.request(chain, question.if_version)
-        if question.watch is not None and (before := pending.before) is not None:
-            args = (self._changes, self._history, pending, before, question.watch)
-            self._watch = ChangeWatch(*args)
+        if question.watch is not None and pending.before is not None:
+            self._watch = ChangeWatch(self._changes, self._history, pending, question.watch)
         return self._begun(found, pending)
 
     def pause(self, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from spec.chain import ChainSpec
 from tiers.connector.multi.changes import Changes, PendingChange
 
 logger = logging.getLogger(__name__)
@@ -115,12 +114,11 @@ class ChangeWatch:
         changes: Changes,
         history: SavedHistory,
         pending: PendingChange,
-        back: ChainSpec,
         seconds: float,
     ) -> None:
-        """`back`: the chain before the change. `seconds`: before and after the change."""
+        """`seconds`: before and after the change."""
         self.verdict = Verdict(outcome="watching")
-        self._changes, self._history, self._back = changes, history, back
+        self._changes, self._history = changes, history
         self.pending, self._seconds = pending, seconds
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="kvtiers-change-watch", daemon=True).start()
@@ -153,7 +151,8 @@ class ChangeWatch:
         return compare(before, self._history(warm, began + self._seconds, PARTS))
 
     def _go_back(self, verdict: Verdict) -> Verdict:
-        pending = self._changes.request(self._back, self.pending.version)
+        assert self.pending.before is not None, "it is in effect"
+        pending = self._changes.request(self.pending.before, self.pending.version)
         why = "" if pending.wait(CHANGE_SECONDS) else f"not done after {CHANGE_SECONDS:g} s"
         why = why or pending.why
         return verdict.model_copy(update={"went_back": not why, "why_not_back": why})
