@@ -14,6 +14,7 @@ from tiers.cli.arguments import (
     SkipBadLines,
     TraceFile,
     check_places,
+    parsed,
     refused,
     say_skipped,
     with_bar,
@@ -92,12 +93,9 @@ def _measured(
 def _blocks(largest: str, block_tokens: int, token_bytes: int | None) -> int:
     from spec.fields import parse_size
 
-    try:
-        if largest.isdecimal() and int(largest) > 0:
-            return int(largest)
-        size = parse_size(largest)
-    except ValueError as error:
-        raise refused(f"--largest {largest}: {error}") from None
+    if largest.isdecimal() and (blocks := parsed("--largest", largest, int)) > 0:
+        return blocks
+    size = parsed("--largest", largest, parse_size)
     if token_bytes is None:
         raise refused(f"--largest {largest}: say what a token takes, with --kv-bytes-per-token")
     return max(1, size // (block_tokens * token_bytes))
