@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from tiers.control.ask_engines import EngineAnswer
     from tiers.traces.trace import Trace, TraceRequest, TraceSummary
     from tiers.tuning.machine import Machine
@@ -185,15 +184,18 @@ def check_folder(folder: Path | None) -> None:
         raise refused(f"{folder}: it is no folder that can be written to; make it, or name another")
 
 
-def bars(auto_refresh: bool = True) -> Progress:
-    """A place for bars on a terminal, which vanish when their work is done. `auto_refresh`: by a
-    thread of its own, which a process that forks must not have."""
+@contextmanager
+def bar(
+    text: str, total: float | None = None, completed: int = 0, auto_refresh: bool = True
+) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, which vanishes when its work is done; yields Rich's update of it.
+    `auto_refresh`: by a thread of its own, which a process that forks must not have."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     console.quiet = not console.is_terminal  # else Rich before 14.3 ends them by an empty line
-    return Progress(
+    with Progress(
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
@@ -201,16 +203,16 @@ def bars(auto_refresh: bool = True) -> Progress:
         transient=True,
         disable=console.quiet,
         auto_refresh=auto_refresh,
-    )
+    ) as progress:
+        yield partial(progress.update, progress.add_task(text, total=total, completed=completed))
 
 
 def with_bar(trace: Trace) -> Iterator[TraceRequest]:
     """The trace's requests, with a bar until all are read."""
-    with bars() as progress:
-        bar = progress.add_task("the trace is read", total=trace.file_bytes)
+    with bar("the trace is read", trace.file_bytes) as update:
         for number, request in enumerate(trace):
             if number % 256 == 0:
-                progress.update(bar, completed=trace.summary.bytes_read)
+                update(completed=trace.summary.bytes_read)
             yield request
 
 

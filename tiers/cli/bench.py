@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import CHAIN, bars, check_places, refused
+from tiers.cli.arguments import CHAIN, bar, check_places, refused
 
 MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
 """Facts that every profile has."""
@@ -104,11 +104,10 @@ def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
     from spec.plugins import stdout_to_stderr
     from tiers.tuning.profiling import profile_tiers
 
-    with stdout_to_stderr(), bars() as progress:  # stores may print
-        bar = progress.add_task("", total=len(chain.tiers), completed=-1)
+    with stdout_to_stderr(), bar("", len(chain.tiers), -1) as update:  # stores may print
         return profile_tiers(
             chain,
             block_bytes,
             live=live,
-            progress=lambda tier: progress.update(bar, advance=1, description=tier),
+            progress=lambda tier: update(advance=1, description=tier),
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from spec.errors import one_line, one_of, reason_of
-from tiers.cli.arguments import DASH, ChainFile, bars, parsed, refused
+from tiers.cli.arguments import DASH, ChainFile, bar, parsed, refused
 from tiers.cli.status import span
 from tiers.errors import KVTiersError
 
@@ -366,11 +366,10 @@ def _records(spec: StoreSpec) -> closing[StoredRecords]:
 def _bar(text: str) -> Iterator[Progress]:
     from spec.fields import format_size
 
-    with bars() as progress:
-        bar = progress.add_task(text, total=None)
+    with bar(text) as update:
 
         def show(records: int, size: int) -> None:
-            progress.update(bar, description=f"{text}: {records:,} blocks, {format_size(size)}")
+            update(description=f"{text}: {records:,} blocks, {format_size(size)}")
 
         yield show
 

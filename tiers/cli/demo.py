@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import ChainOption, JsonFile, bars, check_places, write_result
+from tiers.cli.arguments import ChainOption, JsonFile, bar, check_places, write_result
 
 if TYPE_CHECKING:
     from tiers.lab.demo.demo_engine import Answered
@@ -74,11 +74,10 @@ def _run(
     from tiers.lab.demo import run_demo
     from tiers.lab.demo.demo_model import obtain
 
-    with bars() as progress:
-        bar = progress.add_task("", total=run_demo.steps(plan) + 1, completed=-1)
+    with bar("", run_demo.steps(plan) + 1, -1) as update:
 
         def step(title: str) -> None:
-            progress.update(bar, advance=1, description=title)
+            update(advance=1, description=title)
 
         step("the model is fetched and converted, the first time")
         return run_demo.run(plan, model or str(obtain()), engine_args, folder, step)

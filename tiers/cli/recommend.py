@@ -16,7 +16,7 @@ from tiers.cli.arguments import (
     JsonFile,
     SkipBadLines,
     ask_engines,
-    bars,
+    bar,
     check_places,
     only_engine,
     refused,
@@ -321,13 +321,11 @@ def _search(
 ) -> Tuned:
     from tiers.tuning.search.tune import tune
 
-    with bars(auto_refresh=False) as progress:  # the simulating processes are forked from this one
-        bar = progress.add_task("simulating chains", total=options.limit)
+    with bar("simulating chains", options.limit, auto_refresh=False) as update:  # they are forked
 
         def show(trials: Trials) -> None:
-            progress.update(
-                bar, total=max(options.limit, len(trials)), completed=len(trials), refresh=True
-            )
+            total = max(options.limit, len(trials))
+            update(total=total, completed=len(trials), refresh=True)
 
         return tune(requests, trace.header.block_tokens, budget, present, options, show)
 

@@ -14,7 +14,7 @@ from tiers.cli.arguments import (
     JsonFile,
     SkipBadLines,
     TraceFile,
-    bars,
+    bar,
     check_folder,
     check_places,
     refused,
@@ -113,8 +113,8 @@ def _real(
     from spec.plugins import stdout_to_stderr
     from tiers.lab.replay.replay_trace import replay
 
-    with stdout_to_stderr(), bars() as bar:  # stores may print
-        task = bar.add_task("requests are served", total=len(requests))
+    # Stores may print.
+    with stdout_to_stderr(), bar("requests are served", len(requests)) as update:
         report = replay(
             requests,
             block_tokens,
@@ -123,7 +123,7 @@ def _real(
             warm=warm,
             bytes_per_token=scale,
             folder=folder,
-            progress=lambda count: bar.update(task, completed=count),
+            progress=lambda count: update(completed=count),
         )
     typer.echo(
         f"real connectors and stores, with {scale} bytes of KV a token in place of "

@@ -15,7 +15,7 @@ from tiers.cli.arguments import (
     JsonFile,
     SkipBadLines,
     TraceFile,
-    bars,
+    bar,
     check_places,
     refused,
     say_other_model,
@@ -114,9 +114,8 @@ def _search(
     from tiers.tuning.search.tune import TuneOptions
     from tiers.tuning.search.tune import tune as run
 
-    with bars(auto_refresh=False) as progress:  # the simulating processes are forked from this one
-        bar = progress.add_task("reading the trace", total=None)
-        progress.refresh()
+    with bar("reading the trace", auto_refresh=False) as update:  # simulations are forked
+        update(refresh=True)
         requests = _read(trace)
         say_other_model(trace, budget.machine)
         judge = None if other is None else _read(other, trace.header.block_tokens)
@@ -128,7 +127,7 @@ def _search(
         def show(trials: Trials) -> None:
             text = _so_far(trials, asked, time.monotonic() - began)
             total = max(chains, len(trials))
-            progress.update(bar, total=total, completed=len(trials), description=text, refresh=True)
+            update(total=total, completed=len(trials), description=text, refresh=True)
 
         return run(requests, size, budget, present, asked, show)
 
