@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from tiers.cli.arguments import ChainFile
 
-def try_(
-    chain_file: Annotated[Path, typer.Argument(metavar="CHAIN", help="The chain's YAML file.")],
-) -> None:
+
+def try_(chain_file: ChainFile) -> None:
     """See a chain work in a minute, without a model: in two processes, one after the other.
 
     Its tiers are tried in empty places; where engines keep their blocks nothing changes. Ends with
