@@ -342,10 +342,7 @@ def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
     tiers = load_chain(file).tiers
     stores = [tier for tier in tiers if isinstance(tier, StoreSpec)]
     listing = [tier for tier in stores if type(tier).records is not StoreSpec.records]
-    if name is None and listing:
-        return listing
-    chosen = [tier for tier in listing if tier.tier_name == name]
-    if chosen:
+    if chosen := [tier for tier in listing if name in (None, tier.tier_name)]:
         return chosen
     names = [tier.tier_name for tier in listing]
     if not names:
