@@ -62,13 +62,13 @@ def check(place: Place, limit_seconds: float) -> Iterator[Result]:
     if the tier can't be moved there."""
     place("moved")
     for name in (name for name in dir(SpecKit) if name.startswith("test_")):
-        yield _tried(name, lambda name=name: SpecKit(place(name), limit_seconds))  # type: ignore[misc]
+        yield _tried(name, place, limit_seconds)
 
 
-def _tried(name: str, make: Callable[[], SpecKit]) -> Result:
+def _tried(name: str, place: Place, limit_seconds: float) -> Result:
     test = name.removeprefix("test_").replace("_", " ")
     try:
-        getattr(make(), name)()
+        getattr(SpecKit(place(name), limit_seconds), name)()
     except SkipTest as skipped:
         return Result(test, "skipped", str(skipped))
     except Endless as error:
