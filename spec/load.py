@@ -123,12 +123,12 @@ def _remedy(problem: Problem, document: Document) -> str:
         return f"write its settings, like {_example(model)}"
     if kind == "value_error" and "error" in context:
         return str(context["error"])
-    if kind == "dict_type" and document.model is None and problem["loc"][:1] == ("tiers",):
-        return _TIER_REMEDY if len(problem["loc"]) == 2 else _PLAIN_REMEDIES[kind]
-    if kind in _CHAIN_REMEDIES and document.model is None:
-        return _CHAIN_REMEDIES[kind]
-    if kind in _PLAIN_REMEDIES:
-        return _PLAIN_REMEDIES[kind]
+    is_chain = document.model is None
+    if kind == "dict_type" and is_chain and problem["loc"][:-1] == ("tiers",):
+        return _TIER_REMEDY
+    remedies = _PLAIN_REMEDIES | (_CHAIN_REMEDIES if is_chain else {})
+    if kind in remedies:
+        return remedies[kind]
     message = str(problem["msg"]).removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
