@@ -122,12 +122,14 @@ class DirectoryBucket:
     def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
         path = f"{self._path}/{name}"
         with self._translated(), suppress(FileNotFoundError):
-            try:
-                return self._read(path, start, into)
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-            return self._read(path, start, into)  # the name may lead to another file now
+            for _ in range(2):
+                try:
+                    return self._read(path, start, into)
+                except OSError as error:
+                    if error.errno != errno.ESTALE:
+                        raise
+                # The name may lead to another file now, or to none.
+            os.stat(self._path)  # raises where the directory itself is gone
         return None
 
     def _read(self, path: str, start: int, into: Sequence[memoryview]) -> int:
