@@ -81,8 +81,8 @@ MUTANTS = (
     BUCKET.but(
         "truth",
         "a put that fails has stored",
-        "            kind = TierFull if error.errno in _FULL else TierUnavailable\n            raise kind(",
-        "            kind = TierFull if error.errno in _FULL else TierUnavailable\n            return\n            raise kind(",
+        "            kind = TierFull if error.errno in FULL else TierUnavailable\n            raise kind(",
+        "            kind = TierFull if error.errno in FULL else TierUnavailable\n            return\n            raise kind(",
     ),
     BUCKET.but(
         "truth",
@@ -153,10 +153,10 @@ MUTANTS = (
     KEPT.but(
         "failures",
         "a full disk is a tier that is down",
-        "TierFull if error.errno in _FULL else TierUnavailable",
+        "TierFull if error.errno in FULL else TierUnavailable",
         "TierUnavailable",
     ),
-    KEPT.but(
+    WRITTEN.but(
         "failures",
         "a quota is a tier that is down",
         "frozenset({errno.ENOSPC, errno.EDQUOT})",

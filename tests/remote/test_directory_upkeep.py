@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -171,27 +173,63 @@ def test_a_put_that_failed_takes_no_room(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("call", ["open", "pwrite", "close"])
 def test_upkeep_goes_on_where_no_file_can_be_made(
-    place: SharedDirectory, monkeypatch: pytest.MonkeyPatch
+    place: SharedDirectory, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """On a full file system: what is to go must be able to."""
+    """On a full file system: what is to go must be able to. A full CephFS refuses each write."""
     clock = Clock()
     place.lease(Clock()).beat()
     upkeep = place.keeper(10 * SIZE, clock)
     packs = place.fill([DAY] * 20)
-    real = os.open
-
-    def full(path: str, flags: int, *more: int) -> int:
-        if flags & os.O_CREAT:
-            raise OSError(errno.ENOSPC, "full")
-        return real(path, flags, *more)
-
-    monkeypatch.setattr(os, "open", full)
+    no_room(monkeypatch, call)
     upkeep.step()
     assert all(there(packs))
     clock.now += place.watch_seconds
     upkeep.step()
     assert sum(there(packs)) == 9
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("call", ["pwrite", "close"])
+def test_a_lease_that_can_not_be_written_is_held_by_one_and_lost_by_the_silent(
+    place: SharedDirectory, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    clocks = Clock(), Clock()
+    place.lease(Clock()).beat()
+    one, other = map(place.lease, clocks)
+    with monkeypatch.context() as patch:
+        no_room(patch, call)
+        assert not one.beat() and not other.beat()
+        for holder, watcher in ((one, other), (other, one)):
+            for clock in clocks:
+                clock.now += place.watch_seconds
+            assert holder.beat() and not watcher.beat()
+            for _ in range(10):
+                time.sleep(0.01)  # beside a file system's clock
+                for clock in clocks:
+                    clock.now += place.pace.beat
+                assert holder.beat() and not watcher.beat()
+    clocks[1].now += place.pace.beat
+    assert other.beat() and not one.beat()
+
+
+def no_room(patch: pytest.MonkeyPatch, call: str) -> None:
+    """Let this call of `os` find no room: for a new file, for bytes, or as an NFS says it late."""
+    real = getattr(os, call)
+
+    def full(*given: Any) -> Any:
+        wants = True
+        if call == "open":
+            wants = bool(given[1] & os.O_CREAT)
+        elif call == "close":
+            wants = fcntl.fcntl(given[0], fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+            real(*given)
+        if wants:
+            raise OSError(errno.ENOSPC, "full")
+        return None if call == "close" else real(*given)
+
+    patch.setattr(os, call, full)
 
 
 @pytest.mark.fault

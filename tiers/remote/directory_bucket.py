@@ -35,7 +35,16 @@ from pathlib import Path
 
 from tiers.block import Buffer, after
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
-from tiers.remote.directory_files import GONE, TEMPORARY, create, fill, first, refusal, unlink
+from tiers.remote.directory_files import (
+    FULL,
+    GONE,
+    TEMPORARY,
+    create,
+    fill,
+    first,
+    refusal,
+    unlink,
+)
 from tiers.remote.directory_upkeep import DirectoryTerms, PacksAndLeftovers
 from tiers.remote.evictor import Evictor, KeptBucket, Pace, Pause
 from tiers.remote.lease import Lease
@@ -52,7 +61,6 @@ _MOST_USES = 65536
 PACE = Pace(beat=5.0, usual=Pause(10.0, 1.0), full=Pause(1.0, 0.0), deletes=1)
 UNBOUNDED_PACE = PACE._replace(usual=Pause(600.0, 1.0))
 """The same where there is no capacity to keep, and only leftovers to remove."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -170,7 +178,7 @@ class DirectoryBucket:
         except PermissionError as error:
             raise refusal(error, self._path) from error
         except OSError as error:
-            kind = TierFull if error.errno in _FULL else TierUnavailable
+            kind = TierFull if error.errno in FULL else TierUnavailable
             raise kind(f"{self._path}: {error.strerror or type(error).__name__}") from error
 
 

@@ -16,6 +16,7 @@ TEMPORARY = ".tmp-"
 _NAMESPACE, _FAN_OUT = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}"), re.compile("[0-9a-f]{2}")
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """ESTALE: another host removed what this one remembers."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def create(path: str) -> int:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from tiers.errors import TierRefused
 from tiers.remote.directory_files import (
+    FULL,
     GONE,
     TEMPORARY,
     create,
@@ -40,12 +41,15 @@ class DirectoryTerms:
     """The `Terms` of a directory: PATH/upkeep/term-N.
 
     There is one file, which is renamed to the next term: for all but one process it is gone then.
-    Neither that nor a beat takes space, so a full file system still has its upkeep.
+    Neither that nor a beat takes space, so a full file system still has its upkeep. Where it can't
+    write at all (CephFS, and what copies on write), a beat is the file's time alone.
     """
 
     def __init__(self, path: str, mode: int) -> None:
         """`mode`: of the folder that is made in the directory `path`."""
         self._folder, self._mode = f"{path}/{FOLDER}", mode
+        self._unwritten: tuple[int, bytes] = (0, b"")
+        """The term whose note had no room, and that note."""
 
     def newest(self) -> int:
         terms = terms_of(entry.name for entry in entries(self._folder))
@@ -71,7 +75,10 @@ class DirectoryTerms:
         if handle is None:
             return b""
         try:
-            return os.pread(handle, NOTE_BYTES, 0)
+            note = os.pread(handle, NOTE_BYTES, 0)
+            if term == self._unwritten[0]:
+                note = self._unwritten[1]
+            return note and note + b"%d" % os.fstat(handle).st_mtime_ns
         finally:
             os.close(handle)
 
@@ -79,10 +86,17 @@ class DirectoryTerms:
         handle = self._open(term, os.O_WRONLY)
         if handle is None:
             return False
+        self._unwritten = (0, b"")
         try:
-            os.pwrite(handle, note, 0)
-        finally:
-            os.close(handle)  # on an NFS others see it from now on
+            try:
+                os.pwrite(handle, note, 0)
+            finally:
+                os.close(handle)  # on an NFS others see it from now on
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._unwritten = term, note
+            os.utime(self._file(term))
         return True
 
     def _open(self, term: int, access: int) -> int | None:

@@ -51,7 +51,7 @@ class Terms(Protocol):
         """Make the term after `term`, unless another process has; whether this one did."""
 
     def read(self, term: int) -> bytes:
-        """Its note; empty: it is gone."""
+        """Its note, and what else tells one beat from another; empty: it is gone."""
 
     def write(self, term: int, note: bytes) -> bool:
         """Replace its note. False: it is gone; where that can't be seen, it is `newest` that
