@@ -78,6 +78,15 @@ Engines ran on 3.11, those on a GPU on 3.12. What needs none ran on 3.11, 3.12 a
 test-python PYTHON=...`), on 3.11 with PyTorch 2.13, 2.14.1 and 2.15.0, and with the oldest packages
 that `pyproject.toml` allows (`OLDEST=1`).
 
+## Shared directories
+
+The `shared` tier ran over two mounts, on one host, of CephFS 16.2, GlusterFS 10.3 and SSHFS 3.7,
+all by FUSE: four processes stored, dropped, evicted and loaded the same packs, and no block was
+wrong; its tests passed on the first two. Engines served on while a server or a mount was stopped or
+killed, after one request that waited its `deadline`, and stored again where it came back. But a
+process may not end, even by a kill, before a file system's server that hangs has answered it.
+NFS and Lustre were not run. A mount by rclone makes no hard links, and is refused.
+
 ## On a GPU
 
 vLLM 0.32.0 ran on one H100 ([all of it](../bench/results/gpu/README.md)), with asynchronous

@@ -430,10 +430,15 @@ def test_a_directory_that_is_not_the_tiers_own_is_refused(
 
 
 @pytest.mark.fault
-def test_a_file_system_without_links_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EPERM, TierUnusable), (errno.EIO, TierUnavailable)]
+)
+def test_a_file_system_without_links_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[TierError]
+) -> None:
     with opened(place) as store:
-        fail(monkeypatch, "link", errno.EPERM)
-        with pytest.raises(TierError, match="makes no hard links"):
+        fail(monkeypatch, "link", number)
+        with pytest.raises(kind, match="makes no hard links"):
             put(store, make_key())
         assert not files(place)
 

@@ -61,7 +61,8 @@ _MOST_USES = 65536
 PACE = Pace(beat=5.0, usual=Pause(10.0, 1.0), full=Pause(1.0, 0.0), deletes=1)
 UNBOUNDED_PACE = PACE._replace(usual=Pause(600.0, 1.0))
 """The same where there is no capacity to keep, and only leftovers to remove."""
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO})
+"""EIO: of a mount by rclone, and of any that fails for a while."""
 
 
 class DirectoryBucket:
@@ -97,7 +98,8 @@ class DirectoryBucket:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            raise TierUnusable(
+            kind = TierUnavailable if error.errno == errno.EIO else TierUnusable
+            raise kind(
                 f"{self._path}: its file system makes no hard links ({error.strerror}); name a "
                 "directory on NFS, Lustre, CephFS or another that does"
             ) from error
