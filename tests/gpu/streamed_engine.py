@@ -217,7 +217,8 @@ class StreamedEngine(ReplayEngine):
         samples = {work.request_id for work in step.work if work.samples}
         sampled = {name: total % VOCABULARY for name, total in output.sums.items()}
         whole = self._aggregator.aggregate([output])
-        self.scheduler.update(step, whole, {n: t for n, t in sampled.items() if n in samples})
+        self.scheduler.end_step(step, {n: t for n, t in sampled.items() if n in samples})
+        self.scheduler.end_transfers(whole)
 
     def run(self, but: str = "") -> None:
         """Run all requests to their ends; threads, those named `but` aside, get on where the engine

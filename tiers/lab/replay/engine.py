@@ -24,7 +24,7 @@ from tiers.contract.weight_reports import Weights
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.blocks import BlockPool, has_null
 from tiers.lab.replay.model import VOCABULARY, ReplayModel
-from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, describe
+from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput
 from tiers.lab.replay.scheduler import ReplayScheduler
 from tiers.lab.replay.worker import LocalWorker, Worker
 
@@ -170,7 +170,9 @@ class ReplayEngine:
 
     def _take_in(self) -> None:
         """Take in the results of the oldest step in flight."""
-        self.scheduler.update(*self._in_flight.popleft())
+        step, output, sampled = self._in_flight.popleft()
+        self.scheduler.end_step(step, sampled)
+        self.scheduler.end_transfers(output)
         if self.connector is not None:
             self.events += self.connector.take_events()
             self.take_stats()
@@ -210,8 +212,12 @@ class ReplayEngine:
             idle += 1
             time.sleep(IDLE_SECONDS)
             if idle > MAX_IDLE_STEPS:
-                stuck = describe(list(self.scheduler.requests.values()))
-                raise RuntimeError(f"the engine is stuck:\n{stuck}")
+                stuck = [
+                    f"{one.request_id}: {one.status.name}, {one.num_computed_tokens}"
+                    f"/{one.num_tokens} tokens"
+                    for one in self.scheduler.requests.values()
+                ]
+                raise RuntimeError("\n".join(["the engine is stuck:", *stuck]))
 
     def generate(self, *asked: Any, **more: Any) -> ReplayRequest:
         """Run one request to its end; it is asked for as in `add`."""
@@ -273,13 +279,12 @@ class _Aggregator:
         self._reported: Counter[str] = Counter()
 
     def aggregate(self, outputs: list[StepOutput]) -> StepOutput:
-        whole = StepOutput(kv_connector_worker_meta=outputs[0].kv_connector_worker_meta)
+        whole = StepOutput()
         for output in outputs:
             whole.invalid_block_ids |= output.invalid_block_ids
             whole.failed_recving |= output.failed_recving
             self._reported.update(output.finished_recving)
-        for other in outputs[1:]:
-            ours, theirs = whole.kv_connector_worker_meta, other.kv_connector_worker_meta
+            ours, theirs = whole.kv_connector_worker_meta, output.kv_connector_worker_meta
             both = ours is not None and theirs is not None
             whole.kv_connector_worker_meta = ours.aggregate(theirs) if both else ours or theirs
         whole.finished_recving = {

@@ -214,14 +214,6 @@ class StepOutput:
     kv_connector_worker_meta: Any = None
 
 
-def describe(requests: Sequence[ReplayRequest]) -> str:
-    """One line per request, for the error of an engine that stopped moving."""
-    return "\n".join(
-        f"{r.request_id}: {r.status.name}, {r.num_computed_tokens}/{r.num_tokens} tokens"
-        for r in requests
-    )
-
-
 def describe_run(
     request: ReplayRequest, step: Step, added: Tables, start: int, resumed: bool = False
 ) -> None:

@@ -72,7 +72,6 @@ class ReplayScheduler:
         self._ended: set[str] = set()
 
     def add(self, request: ReplayRequest) -> None:
-        """Queue a request. Raises ValueError for one that can never fit."""
         self.requests[request.request_id] = request
         self._waiting.append(request)
         if self.connector is not None:
@@ -244,11 +243,6 @@ class ReplayScheduler:
         request.num_computed_tokens = request.unknown = 0
 
     # -- ends --------------------------------------------------------------------------------
-
-    def update(self, step: Step, output: StepOutput, sampled: dict[str, int]) -> None:
-        """Take in a step's results and the ends of transfers."""
-        self.end_step(step, sampled)
-        self.end_transfers(output)
 
     def end_step(self, step: Step, sampled: dict[str, int]) -> None:
         """Take in the tokens that a step has computed and sampled."""
