@@ -48,9 +48,10 @@ def test_the_last_requests_are_kept() -> None:
     assert [one.request_id for one in known.all()] == [f"request-{n:06}" for n in range(15, 20)]
 
 
-def test_their_bytes_are_counted_and_bounded() -> None:
+def test_their_bytes_are_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an estimate that is no less than what they take."""
-    known = Explanations([*map(str, range(TIERS))], 4, max_bytes=200_000)
+    monkeypatch.setattr(explanations, "MAX_BYTES", 200_000)
+    known = Explanations([*map(str, range(TIERS))], 4)
     for number in range(400):
         serve(known, request(number), attempts=1 + number % 3)
     held = known.all()

@@ -27,7 +27,7 @@ Shares = Mapping[int, Sequence[range]]
 
 class Explanations:
     """A `RequestObserver` that keeps the notes of at most `max_requests` ended requests, in at most
-    `max_bytes`. One that observes no requests notes nothing, for a chain without `explain`.
+    `MAX_BYTES`. One that observes no requests notes nothing, for a chain without `explain`.
 
     Only the scheduler's thread changes it; other threads read `all`.
     """
@@ -37,14 +37,12 @@ class Explanations:
         names: Sequence[str] = (),
         block_tokens: int = 1,
         max_requests: int = MAX_REQUESTS,
-        max_bytes: int = MAX_BYTES,
         tracer: Any = None,
     ) -> None:
         """`names`: of the children. `tracer`: OpenTelemetry's, which is given a span of each
         request that has ended; None: nobody traces."""
         self.accounts = Accounts(names, block_tokens)
         self._max_requests = max_requests
-        self._max_bytes = max_bytes
         self._spans = None if tracer is None else Spans(tracer, self.accounts)
         self._in_flight: dict[str, RequestNotes] = {}
         self._begun: dict[str, Attempt] = {}
@@ -125,7 +123,7 @@ class Explanations:
         notes.end(_status(request))
         self._ended.append(notes)
         self._bytes += notes.bytes
-        while len(self._ended) > self._max_requests or self._bytes > self._max_bytes:
+        while len(self._ended) > self._max_requests or self._bytes > MAX_BYTES:
             self._bytes -= self._ended.popleft().bytes
         if self._spans is not None:
             self._spans.ended(notes)

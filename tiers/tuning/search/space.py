@@ -215,18 +215,17 @@ class Space:
         sizes = self.sizes[tier.type]
         at = sizes.index(tier.capacity) if tier.capacity in sizes else -1
         for near in {at - 1, at + 1} & set(range(len(sizes))):
-            yield _with(chain, tier, "capacity", exact_size(sizes[near]), capacity=sizes[near])
+            yield _with(chain, tier, "capacity", exact_size(sizes[near]), sizes[near])
         for eviction in medium.evictions:
             if eviction != tier.eviction:
-                yield _with(chain, tier, "eviction", eviction, eviction=eviction)
+                yield _with(chain, tier, "eviction", eviction, eviction)
         for threshold in THRESHOLDS:
             if abs(threshold - tier.store_threshold) == 1:
-                text = str(threshold)
-                yield _with(chain, tier, "store_threshold", text, store_threshold=threshold)
+                yield _with(chain, tier, "store_threshold", str(threshold), threshold)
         for rate in self._rates[tier.type]:
             if rate != tier.write_budget:
                 text = "none" if rate is None else format_rate(rate)
-                yield _with(chain, tier, "write_budget", text, write_budget=rate)
+                yield _with(chain, tier, "write_budget", text, rate)
 
     def simplicity(self, chain: SimChain) -> tuple[float, ...]:
         """A chain's place among equal ones, the simplest first."""
@@ -265,9 +264,9 @@ def write_budgets(medium: BudgetMedium, budget: Budget) -> tuple[float | None, .
     return (None, max(1, a_day // scale * scale) / DAY)
 
 
-def _with(chain: SimChain, tier: SimTier, kind: str, text: str, **changed: object) -> ChainStep:
-    tiers = tuple(replace(t, **changed) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
-    return ChainStep(kind, tier.type, text, replace(chain, tiers=tiers))
+def _with(chain: SimChain, tier: SimTier, key: str, text: str, value: object) -> ChainStep:
+    tiers = tuple(replace(t, **{key: value}) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
+    return ChainStep(key, tier.type, text, replace(chain, tiers=tiers))
 
 
 def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:

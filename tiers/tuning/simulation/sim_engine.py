@@ -15,7 +15,7 @@ from tiers.tuning.machine import Machine
 from tiers.tuning.report import RoomWait, Served
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.sim_chain import SimChain
-from tiers.tuning.simulation.simulated_tier import IdleGpus, SimulatedTier, TierCounts
+from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts
 from tiers.tuning.simulation.spaces import Job, Part
 from tiers.tuning.simulation.workload import Prompt, Workload
 
@@ -249,9 +249,9 @@ class SimEngine:
         as in vLLM, then they go by their place in line."""
         self._answering: dict[Prompt, None] = {}
         self._idle = machine.gpus
-        self._gpus = IdleGpus()
+        self._idle_since = 0.0
         for tier in tiers:
-            tier.gpus = self._gpus
+            tier.idle_since = lambda: self._idle_since
 
     # -- the clock ---------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class SimEngine:
             self.gpu_busy += seconds
             self._idle -= 1
             if not self._idle:
-                self._gpus.idle_since = math.inf
+                self._idle_since = math.inf
             step = batch, self._offer(batch), tokens, seconds
             heappush(self._events, (self.now + seconds, next(self._order), self._end_step, step))
             if not (self._idle and (self._waiting or self._back or self._going_on)):
@@ -360,7 +360,7 @@ class SimEngine:
         self._loads.computed(tokens, seconds)
         now = self.now
         if not self._idle:
-            self._gpus.idle_since = now
+            self._idle_since = now
         self._idle += 1
         for tier, job in jobs:
             tier.submit(job, now)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from spec.offloading import BUDGET_BURST, QUEUE_SECONDS
 from tiers.loading.load_cost import LoadCost
@@ -28,24 +27,6 @@ class TierCounts:
     stored: int = 0
     load_busy: float = 0.0
     store_busy: float = 0.0
-
-
-class _TimedLoad(NamedTuple):
-    """A load until it ends: the job, its own seconds, and the tokens that come of it."""
-
-    end: float
-    job: int
-    seconds: float
-    tokens: int
-    whole: bool
-
-
-class IdleGpus:
-    """The engine's GPUs, for a tier."""
-
-    idle_since = 0.0
-    """Since when one is idle, so that blocks that find room are offered again at once; else
-    infinite."""
 
 
 class SimulatedTier:
@@ -92,13 +73,16 @@ class SimulatedTier:
         self._has_rules = self._threshold > 1 or self._budget is not None
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
-        self.gpus = IdleGpus()
+        self.idle_since: Callable[[], float] = lambda: 0.0
+        """Since when a GPU is idle, so that blocks that find room are offered again at once; else
+        infinite."""
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: those that found no room."""
         self._now = 0.0
         self.cost = LoadCost(lambda: self._now, spec.loads_at_once)
         """As the chain would have measured its loads by now."""
-        self._loads: deque[_TimedLoad] = deque()
+        self._loads: deque[tuple[float, tuple[int, float, bool, int, bool]]] = deque()
+        """The end of each load in flight, and what `cost` takes then."""
         self._jobs = 0
         self._loaders = [0.0] * spec.loads_at_once
         """When each of the worker's loaders is free."""
@@ -148,16 +132,15 @@ class SimulatedTier:
         for _ in range(2):  # an engine that waits steps on, and its second step sees the load begun
             cost.stepped()
         tokens, whole = came * self._tokens, came == blocks
-        self._loads.append(_TimedLoad(end, self._jobs, max(0.0, end - turn), tokens, whole))
+        self._loads.append((end, (self._jobs, max(0.0, end - turn), whole, tokens, not whole)))
         return end, came
 
     def measure(self, now: float) -> None:
         """Count the loads that have ended by now."""
         loads, cost = self._loads, self.cost
-        while loads and loads[0].end <= now:
-            load = loads.popleft()
-            self._now = load.end
-            cost.ended(load.job, load.seconds, load.whole, load.tokens, not load.whole)
+        while loads and loads[0][0] <= now:
+            self._now, ended = loads.popleft()
+            cost.ended(*ended)
         self._now = now
         if loads:
             cost.stepped()
@@ -266,7 +249,7 @@ class SimulatedTier:
             self._room += blocks
             counts.stored += blocks
             counts.store_busy += busy
-            if self.refused and end + self.delay >= self.gpus.idle_since:
+            if self.refused and end + self.delay >= self.idle_since():
                 # A step for that alone offers again the blocks that answering prompts have.
                 then = end + self.delay
                 for again in self.offer_answers([p for p in self.refused if p.is_answering]):
