@@ -156,7 +156,7 @@ class Accounts:
         name = self._names[child]
         if attempt.spent:
             return "budget"
-        if attempt.limits is not None and not attempt.limits.may_load(name):
+        if not attempt.may_load(name):
             return "limit"
         if answer is not None and answer.why:
             return answer.why

@@ -65,14 +65,6 @@ class LoadPart:
         return sum(map(len, self.ranges))
 
 
-class Limits(Protocol):
-    """Limits of a request for its own loading."""
-
-    def may_load(self, tier: str) -> bool:
-        """Whether any block may come from a tier."""
-        ...
-
-
 class Decision(Protocol):
     """What the load policy chose."""
 
@@ -100,7 +92,7 @@ class Attempt:
     external: int = 0
     preempted: int = 0
     spent: bool = False
-    limits: Limits | None = None
+    may_load: Callable[[str], bool] = lambda tier: True
     choice: Decision | None = None
     answers: Sequence[TierAnswer] = ()
     unanswered: set[int] = field(default_factory=set)
@@ -135,9 +127,10 @@ class Attempt:
 
         return noted
 
-    def asks_tiers(self, limits: Limits) -> None:
-        """The tiers are asked, perhaps again, within the request's own `limits`."""
-        self.limits = limits
+    def asks_tiers(self, may_load: Callable[[str], bool]) -> None:
+        """The tiers are asked, perhaps again. `may_load`: whether the request's own limits let
+        any block come from a tier."""
+        self.may_load = may_load
         self.unanswered.clear()
         self._raw.clear()
 

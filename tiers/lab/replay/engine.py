@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.connector.assembly import scheduler_parts, worker_parts
@@ -35,13 +35,9 @@ IDLE_SECONDS = 0.0005
 interpreter from the threads that transfer."""
 
 
-class Computed(NamedTuple):
-    """A step in flight that the workers have computed: its results, and the token that it sampled
-    for each request."""
-
-    step: Step
-    output: StepOutput
-    sampled: dict[str, int]
+Computed = tuple[Step, StepOutput, dict[str, int]]
+"""A step in flight that the workers have computed: its results, and the token that it sampled for
+each request."""
 
 
 class ReplayEngine:
@@ -191,7 +187,7 @@ class ReplayEngine:
             for work in step.work
             if work.samples
         }
-        return Computed(step, self._aggregator.aggregate(outputs), self._sampled)
+        return step, self._aggregator.aggregate(outputs), self._sampled
 
     def take_stats(self) -> Mapping[str, Measures]:
         """The chain's measures since the last call, which `stats` sums."""

@@ -232,15 +232,11 @@ class SimEngine:
         self.counts_before = [TierCounts() for _ in tiers]
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
-        self._answer_seconds = machine.decode_seconds_per_token
-        self._step_tokens = machine.step_tokens
-        self._step_overhead = machine.step_overhead
+        self._machine, self._chain = machine, chain
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
         self._cache = OwnCache(capacity, workload)
         self._waiting: deque[Prompt] = deque()
         self._loads = Loads(tiers, chain, workload, lambda: self.now)
-        self._promote = chain.promote
-        self._stores_answers = chain.stores_answers
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
         self._going_on: deque[Prompt] = deque()
@@ -291,7 +287,7 @@ class SimEngine:
             batch, tokens = self._batch()
             if not batch:
                 return
-            seconds = tokens * self._token_seconds + self._step_overhead
+            seconds = tokens * self._token_seconds + self._machine.step_overhead
             self.gpu_busy += seconds
             self._idle -= 1
             if not self._idle:
@@ -304,7 +300,7 @@ class SimEngine:
     def _batch(self) -> tuple[Batch, int]:
         """The prompts of a step, and its tokens: those that have begun first."""
         batch: Batch = []
-        going_on, budget = self._going_on, self._step_tokens
+        going_on, budget = self._going_on, self._machine.step_tokens
         while budget > 0:
             if going_on:
                 prompt = going_on.popleft()
@@ -326,7 +322,7 @@ class SimEngine:
                 done = prompt.tokens
             budget -= done - prompt.done
             batch.append((prompt, done))
-        return batch, self._step_tokens - budget
+        return batch, self._machine.step_tokens - budget
 
     def _put_back(self, prompt: Prompt) -> None:
         heappush(self._back, (not prompt.has_begun, prompt.number, prompt))
@@ -376,7 +372,7 @@ class SimEngine:
             if prompt.number >= self.warm:
                 computed = prompt.tokens - prompt.own - prompt.loaded
                 self.served.append(Served(now - prompt.arrival, computed, prompt.loaded))
-            answering = prompt.answer * self._answer_seconds
+            answering = prompt.answer * self._machine.decode_seconds_per_token
             if answering:
                 prompt.is_answering = True
                 self._answering[prompt] = None
@@ -401,7 +397,7 @@ class SimEngine:
         offer = prompt.offer(last, self.workload)
         self._cache.know(prompt, prompt.parts, last - prompt.blocks)
         prompt.parts = ()
-        if not self._stores_answers:
+        if not self._chain.stores_answers:
             return
         for tier in self.tiers:
             tier.drain(self.now)
@@ -436,7 +432,7 @@ class SimEngine:
         if verdict.plan is not None:
             self._push(ends, self._end_load, prompt)
         prompt.done = known * self._size
-        if not self._promote:
+        if not self._chain.promote:
             prompt.offered = known
         return Beginning.COMPUTES if verdict.plan is None else Beginning.LOADS
 
