@@ -439,7 +439,7 @@ class SimEngine:
     def _end_load(self, prompt: Prompt) -> None:
         blocks = prompt.done // self._size
         fresh = blocks - prompt.own // self._size
-        self._cache.know(prompt, prompt.first(blocks, self.workload), fresh)
+        self._cache.know(prompt, prompt.between(0, blocks, self.workload), fresh)
         prompt.done = min(prompt.done, prompt.tokens - 1)
         for one in (prompt, *self._loads.end(prompt)):
             self._put_back(one)

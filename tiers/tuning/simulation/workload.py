@@ -150,39 +150,25 @@ class Prompt:
     """The run, and the block in it, where it began to load."""
     woken: list[Prompt] = field(default_factory=list)
     """Prompts that wait for the load of this one."""
-    _at: int = 0
-    """A run at or before `offered`; `_depth`: the blocks before that run."""
-    _depth: int = 0
 
     def offer(self, last: int, workload: Workload) -> Offer:
         """The blocks from `offered` on to `last`, which is beyond it and becomes `offered`."""
-        first = self.offered
+        self.parts = parts = self.between(self.offered, last, workload)
+        job = parts, last - self.offered, self.path
         self.offered = last
-        path, lengths = self.path, workload.lengths
-        at, depth = self._at, self._depth
-        while (stop := depth + lengths[run := path[at]]) <= first:
-            at += 1
-            depth = stop
-        begin = at if depth == first else at + 1
-        before = (1 << first - depth) - 1
-        parts: list[Part] = []
-        while stop < last:
-            parts.append((run, workload.masks[run] ^ before))
-            before = 0
-            at += 1
-            run = path[at]
-            depth = stop
-            stop += lengths[run]
-        parts.append((run, (1 << last - depth) - 1 ^ before))
-        self.parts = parts
-        self._at, self._depth = at, depth
-        return (parts, last - first, path), path[begin : at + 1]
+        return job, [run for run, blocks in parts if blocks & 1]
 
-    def first(self, blocks: int, workload: Workload) -> list[Part]:
+    def between(self, first: int, last: int, workload: Workload) -> list[Part]:
+        """The blocks from `first` on to `last`."""
         parts: list[Part] = []
+        depth = 0
         for run in self.path:
-            if blocks <= 0:
+            if depth >= last:
                 break
-            parts.append((run, workload.masks[run] & (1 << blocks) - 1))
-            blocks -= workload.lengths[run]
+            blocks = workload.masks[run] & (1 << last - depth) - 1
+            if depth < first:
+                blocks &= -1 << first - depth
+            if blocks:
+                parts.append((run, blocks))
+            depth += workload.lengths[run]
         return parts
