@@ -219,9 +219,7 @@ class SimEngine:
         machine: Machine,
         warm: int = 0,
     ) -> None:
-        self.workload = workload
-        self.tiers = tiers
-        self.warm = warm
+        self.workload, self.tiers, self.machine, self.warm = workload, tiers, machine, warm
         self.now = self.since = self.gpu_busy = 0.0
         self.own_hits = 0
         """Tokens that the counted requests found in the engine's own cache."""
@@ -232,7 +230,7 @@ class SimEngine:
         self.counts_before = [TierCounts() for _ in tiers]
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
-        self._machine, self._chain = machine, chain
+        self._chain = chain
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
         self._cache = OwnCache(capacity, workload)
         self._waiting: deque[Prompt] = deque()
@@ -287,7 +285,7 @@ class SimEngine:
             batch, tokens = self._batch()
             if not batch:
                 return
-            seconds = tokens * self._token_seconds + self._machine.step_overhead
+            seconds = tokens * self._token_seconds + self.machine.step_overhead
             self.gpu_busy += seconds
             self._idle -= 1
             if not self._idle:
@@ -300,7 +298,7 @@ class SimEngine:
     def _batch(self) -> tuple[Batch, int]:
         """The prompts of a step, and its tokens: those that have begun first."""
         batch: Batch = []
-        going_on, budget = self._going_on, self._machine.step_tokens
+        going_on, budget = self._going_on, self.machine.step_tokens
         while budget > 0:
             if going_on:
                 prompt = going_on.popleft()
@@ -322,7 +320,7 @@ class SimEngine:
                 done = prompt.tokens
             budget -= done - prompt.done
             batch.append((prompt, done))
-        return batch, self._machine.step_tokens - budget
+        return batch, self.machine.step_tokens - budget
 
     def _put_back(self, prompt: Prompt) -> None:
         heappush(self._back, (not prompt.has_begun, prompt.number, prompt))
@@ -372,7 +370,7 @@ class SimEngine:
             if prompt.number >= self.warm:
                 computed = prompt.tokens - prompt.own - prompt.loaded
                 self.served.append(Served(now - prompt.arrival, computed, prompt.loaded))
-            answering = prompt.answer * self._machine.decode_seconds_per_token
+            answering = prompt.answer * self.machine.decode_seconds_per_token
             if answering:
                 prompt.is_answering = True
                 self._answering[prompt] = None

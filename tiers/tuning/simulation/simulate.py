@@ -39,7 +39,7 @@ def simulate(
     tiers = _tiers(chain, machine, requests)
     engine = SimEngine(requests, tiers, chain, machine, int(len(requests) * warm))
     engine.run()
-    return _report(engine, chain, machine)
+    return _report(engine)
 
 
 def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[SimulatedTier]:
@@ -61,9 +61,9 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
             blocks = int(tier.capacity // held_bytes)
         space = _space(tier, blocks, len(workload.lengths))
         tiers.append(SimulatedTier(tier, profile, block_bytes, most, workload, space))
-    stores = [(tier.known, tier.held) for tier in tiers if not tier.is_host]
+    stores = [(tier.known, tier.held) for tier in tiers if not tier.spec.is_host]
     for one in tiers:
-        if one.is_host:
+        if one.spec.is_host:
             # A block being copied from its slot into a store is not evicted.
             one.space.pins, one.space.places = stores, slots
     return tiers
@@ -81,14 +81,14 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
     return SPACES[tier.eviction](blocks, runs)
 
 
-def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
-    workload, size = engine.workload, engine.workload.block_tokens
+def _report(engine: SimEngine) -> Report:
+    machine, size = engine.machine, engine.workload.block_tokens
     seconds = max(engine.now - engine.since, 1e-9)
     uses = []
-    for tier, spec, before in zip(engine.tiers, chain.tiers, engine.counts_before, strict=True):
+    for tier, before in zip(engine.tiers, engine.counts_before, strict=True):
         tier.drain(engine.now)
-        uses.append(_use(tier, spec, machine, before, seconds, size))
-    prompts = workload.tokens[engine.warm :]
+        uses.append(_use(tier, before, engine, seconds))
+    prompts = engine.workload.tokens[engine.warm :]
     tier_hits = sum(use.hit_tokens for use in uses)
     waits = sorted(served.wait for served in engine.served)
     # A cache of 0 bytes is that of an engine without a prefix cache, which always has room here.
@@ -112,19 +112,12 @@ def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
     )
 
 
-def _use(
-    tier: SimulatedTier,
-    spec: SimTier,
-    machine: Machine,
-    before: TierCounts,
-    seconds: float,
-    size: int,
-) -> TierUse:
-    """The use of a tier since `before`. `size`: tokens of a block."""
-    profile, counts = machine.profile(spec.name, spec.type), tier.counts
+def _use(tier: SimulatedTier, before: TierCounts, engine: SimEngine, seconds: float) -> TierUse:
+    """The use of a tier since `before`."""
+    spec, profile, counts, size = tier.spec, tier.profile, tier.counts, engine.workload.block_tokens
     stored = counts.stored - before.stored
     dropped = max(0, counts.dropped - before.dropped)
-    block_bytes = size * machine.kv_bytes_per_token * profile.stored_share
+    block_bytes = size * engine.machine.kv_bytes_per_token * profile.stored_share
     a_day = stored * block_bytes / seconds * DAY
     held = tier.space.used + tier.space.claimed
     was_full = spec.ttl is not None or held >= tier.space.capacity

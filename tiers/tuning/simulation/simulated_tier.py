@@ -49,8 +49,7 @@ class SimulatedTier:
         lower."""
         size = block_bytes * profile.stored_share
         rate = min(profile.store_bandwidth, spec.store_rate or math.inf)
-        self.is_host = spec.is_host
-        self._profile, self._loads_at_once = profile, spec.loads_at_once
+        self.spec, self.profile = spec, profile
         self._load_seconds = size / min(profile.load_bandwidth, spec.load_rate or math.inf)
         """For each block, as `_store_seconds` is."""
         self._store_seconds = size / rate
@@ -67,10 +66,9 @@ class SimulatedTier:
             self._room = min(self._room, max(1, spec.max_inflight // block_bytes))
         elif not spec.is_host:
             self._room = min(self._room, max(1, int(QUEUE_SECONDS * rate / size)))
-        self._threshold = spec.store_threshold
         self._budget = None if spec.write_budget is None else spec.write_budget / size
         """Blocks per second that the write budget admits."""
-        self._has_rules = self._threshold > 1 or self._budget is not None
+        self._has_rules = spec.store_threshold > 1 or self._budget is not None
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
         self.idle_since: Callable[[], float] = lambda: 0.0
@@ -100,7 +98,7 @@ class SimulatedTier:
 
         A load that can't end in time is dropped at its turn, once the cost of loads is known.
         """
-        profile, counts, cost = self._profile, self.counts, self.cost
+        profile, counts, cost = self.profile, self.counts, self.cost
         loader = self._loaders.index(min(self._loaders))
         turn = max(now, self._loaders[loader])
         begin = max(turn, self.load_free)
@@ -113,7 +111,7 @@ class SimulatedTier:
             # Blocks take turns for as long as both have something to move, one of each load that
             # runs.
             backlog = max(0.0, self._store_free + self.delay - begin)
-            loads = came if begin == now else came / self._loads_at_once
+            loads = came if begin == now else came / self.spec.loads_at_once
             turns = min(loads, backlog / self._store_seconds)
             self.delay += turns * each
             busy += turns * self._store_seconds
@@ -179,11 +177,11 @@ class SimulatedTier:
     ) -> Job | None:
         """Take of the missing blocks those that enough prompts have asked for, as far as the write
         budget and the room admit. This prompt has asked for a run that is not `fresh` before."""
-        if self._threshold > 1:
+        if self.spec.store_threshold > 1:
             uses = self._uses
             for run, _ in wanted:
                 uses[run] = uses.get(run, 0) + (run in fresh)
-            wanted = [part for part in wanted if uses[part[0]] >= self._threshold]
+            wanted = [part for part in wanted if uses[part[0]] >= self.spec.store_threshold]
             missing = sum(blocks.bit_count() for _, blocks in wanted)
         self.counts.dropped += missing
         if (rate := self._budget) is not None and wanted:
@@ -213,7 +211,7 @@ class SimulatedTier:
         known = self.known
         for run, taken in parts:
             known[run] |= taken
-        if self._threshold > 1:
+        if self.spec.store_threshold > 1:
             for run, taken in parts:
                 if taken.bit_length() == self._lengths[run]:
                     self._uses.pop(run, None)
@@ -224,7 +222,7 @@ class SimulatedTier:
 
     def submit(self, job: Job, now: float) -> None:
         """The blocks of a job are in their slots: they wait for the link."""
-        profile, delay = self._profile, self.delay
+        profile, delay = self.profile, self.delay
         busy = job[1] * self._store_seconds
         begin = self._store_free + delay
         if begin < now:
@@ -232,7 +230,7 @@ class SimulatedTier:
         if profile.shared_link:
             turns = job[1] * self._load_seconds
             busy += min(turns, max(0.0, self.load_free - begin))
-        if self.is_host:
+        if self.spec.is_host:
             self.space.claim(job[1])
         self._store_free = end = begin + busy + profile.store_latency - delay
         self.jobs.append((end, busy, job))
@@ -243,7 +241,7 @@ class SimulatedTier:
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, job = jobs.popleft()
             blocks = job[1]
-            if self.is_host:
+            if self.spec.is_host:
                 self.space.claimed -= blocks
             self.space.store(job)
             self._room += blocks
