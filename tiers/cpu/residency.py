@@ -222,7 +222,6 @@ class SlotResidency:
         return keys
 
     def evict_one(self) -> bool:
-        """Evict the next victim, if there is one; return whether there was."""
         victim = self._victim()
         if victim is None:
             return False

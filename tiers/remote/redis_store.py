@@ -199,7 +199,6 @@ class RedisStore(RedisNames):
         return hits
 
     def damaged(self) -> int:
-        """Number of values found that were not the record of their key."""
         return self._damaged.total
 
     def reach(self) -> None:

@@ -99,7 +99,8 @@ def warned(why: str, health: Health = HEALTHY) -> Health:
 
 class Guarded(Capable):
     """A TierStore over another that never raises: a failure is a miss. Thread-safe. It closes the
-    other, and has the capabilities that this has now; ask `capability`, not isinstance.
+    other, and has the capabilities that this has now; ask `capability`, not isinstance. A tier that
+    is left alone holds nothing.
 
     A failure other than TierFull and RecordError, or a verb that takes longer than `deadline`,
     opens the breaker of reads, of writes, or of lookups in memory, as do calls that their callers
@@ -212,7 +213,6 @@ class Guarded(Capable):
         return 0
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
-        """As the store; none while the tier is left alone."""
         with self._enter(self._reads) as store:
             if store is not None:
                 found: object = required(store, Packs).held_prefix(prompts)
@@ -225,7 +225,6 @@ class Guarded(Capable):
         return [0] * len(prompts)
 
     def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
-        """As the store; none while the tier is left alone."""
         with self._enter(self._reads) as store:
             if store is not None:
                 found: object = required(store, PacksWindows).held_blocks(prompts)
@@ -351,7 +350,6 @@ class Guarded(Capable):
                 self._resized = store, wanted
 
     def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
-        """As the store; none while the tier is left alone."""
         with self._enter(self._reads) as store:
             if store is not None:
                 found: object = required(store, Recent).recent(namespace, count, before)
@@ -369,7 +367,6 @@ class Guarded(Capable):
         return self._put_counts
 
     def usage(self) -> Usage:
-        """As the store; nothing held while the tier is left alone."""
         self._resize()
         with self._look(self._reports) as store:
             if store is not None:
@@ -384,7 +381,6 @@ class Guarded(Capable):
         return Usage(0, 0, None)
 
     def describe(self) -> str:
-        """As the store; nothing while the tier is left alone."""
         with self._look(self._reports) as store:
             if store is not None:
                 return str(required(store, Described).describe())

@@ -46,7 +46,6 @@ class StagedStore(StoreWrapper, ABC):
         self._damaged = LockedCounter()
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store, and Damages."""
         return cast(Capability, self) if kind is Damages else super().capability(kind)
 
     def damaged(self) -> int:

@@ -91,7 +91,6 @@ def record_start(number: int, payload_bytes: int) -> int:
 
 
 def pack_index(keys: Sequence[bytes], payload_bytes: int) -> bytes:
-    """Make the index of a pack of these blocks."""
     fields = _FIELDS.pack(_MAGIC, PACK_VERSION, len(keys), 0, payload_bytes)
     body = (fields + b"".join(map(digest, keys))).ljust(INDEX_BYTES - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
