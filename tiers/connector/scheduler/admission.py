@@ -62,19 +62,25 @@ class ThresholdAdmission(AdmissionPolicy):
 
     def __init__(self, threshold: int) -> None:
         super().__init__(threshold)
+        # The first in a dict is found behind all that were removed before it. So the oldest are
+        # taken from the end of one that has the last asked for first.
         self._counts: dict[bytes, int] = {}
+        self._oldest: dict[bytes, int] = {}
 
     def admits(self, key: bytes) -> bool:
         if self.threshold == 1:
             return True
-        count = self._counts.pop(key, 0) + 1
+        count = (self._counts.pop(key, 0) or self._oldest.pop(key, 0)) + 1
         self._counts[key] = count
-        if len(self._counts) > self.COUNTED:
-            del self._counts[next(iter(self._counts))]
+        if len(self._counts) + len(self._oldest) > self.COUNTED:
+            if not self._oldest:
+                self._oldest, self._counts = dict(reversed(self._counts.items())), {}
+            self._oldest.popitem()
         return count >= self.threshold
 
     def stored(self, key: bytes) -> None:
         self._counts.pop(key, None)
+        self._oldest.pop(key, None)
 
 
 def make_admission(spec: OffloadingSpec) -> AdmissionPolicy:
