@@ -164,8 +164,11 @@ class Guarded(Capable):
         with attempt:
             has = store is not None and capability(store, kind) is not None
             return cast(Capability, self) if has else None
-        if attempt.error is not None:
-            self._log_capability(kind.__name__, attempt.error)
+        if attempt.error is not None and not self._has_logged_capability:  # it is asked often
+            self._has_logged_capability = True
+            line = "tier %s: the question whether it has %s failed, and it is used without (%s)"
+            words = self.tier_name, kind.__name__, describe_error(attempt.error)
+            logger.warning(line, *words, exc_info=_trace_of(attempt.error))
         return None
 
     @property
@@ -462,14 +465,6 @@ class Guarded(Capable):
         if breaker in self._last_errors:
             self._last_errors[breaker] = f"{self._names[breaker]} are down: {why}"
         self._changes[breaker].log(line, *words, exc_info=trace)
-
-    def _log_capability(self, kind: str, error: BaseException) -> None:
-        """Log once that the store failed when it was asked for a capability: it is asked often."""
-        if not self._has_logged_capability:
-            self._has_logged_capability = True
-            line = "tier %s: the question whether it has %s failed, and it is used without (%s)"
-            words = self.tier_name, kind, describe_error(error)
-            logger.warning(line, *words, exc_info=_trace_of(error))
 
     def _changes_of(self, breaker: Breaker) -> RepeatedLog:
         return RepeatedLog(
