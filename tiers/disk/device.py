@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.findings import DoctorFinding
-from tiers.disk.folder.folder import mounted_from
+from tiers.disk.folder.folder import mount_of
 
 TOOL = "smartctl"
 TOOL_SECONDS = 5.0
@@ -44,7 +44,7 @@ def _devices(place: Path, sys: Path) -> Iterator[Path]:
     """The whole devices in sysfs, those below a mapped one or an array."""
     number = os.stat(place).st_dev
     if os.major(number) == 0:  # of the file system itself, as Btrfs has them
-        source = Path(mounted_from(place))
+        source = Path(mount_of(place).device)
         number = os.stat(source).st_rdev if source.is_absolute() and source.exists() else 0
     found = sys / f"dev/block/{os.major(number)}:{os.minor(number)}"
     if number and found.exists():

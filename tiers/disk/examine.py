@@ -16,7 +16,7 @@ from spec.fields import format_size
 from spec.findings import DoctorFinding
 from tiers.disk import device
 from tiers.disk.folder import clean_close
-from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, file_system, require_suitable
+from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, mount_of, require_suitable
 from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index.index import LEAST_AHEAD, Index, translated
 from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
@@ -34,7 +34,7 @@ _LOST = "blocks that are there now are computed again"
 def examine(path: Path, capacity: int, access: Access) -> Iterator[DoctorFinding]:
     """Findings about the folder `path` for this capacity, in bytes. Raises OSError."""
     folder = Folder(Path(os.path.realpath(path.parent), path.name))
-    kind = file_system(folder.path)
+    kind = mount_of(folder.path).kind
     beside = next(place for place in (folder.path, *folder.path.parents) if place.is_dir())
     there = "is" if os.path.lexists(folder.path) else "will be made"
     yield DoctorFinding("fine", f"{path} {there} on {kind or 'a file system without a name'}")

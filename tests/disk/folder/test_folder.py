@@ -400,15 +400,15 @@ def test_where_the_kernel_tells_no_type(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(
             folder, "_MOUNTS", tmp_path / ("mountinfo" if rows is not None else "none")
         )
-        assert folder.file_system(tmp_path) == ""
+        assert folder.mount_of(tmp_path) == ("", "")
         with opened(tmp_path / "tier") as store:
             assert put(store, keys(0)) == [True]
 
 
 REAL = """
 import io, logging
-from tiers.disk.folder.folder import file_system
-assert file_system(path / "a b" / "not yet") == "tmpfs"
+from tiers.disk.folder.folder import mount_of
+assert mount_of(path / "a b" / "not yet").kind == "tmpfs"
 said = io.StringIO()
 logging.getLogger("tiers").addHandler(logging.StreamHandler(said))
 logging.getLogger("tiers").setLevel(logging.INFO)

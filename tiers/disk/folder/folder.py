@@ -25,8 +25,9 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from tiers.concurrency.file_locks import acquire, release
 from tiers.disk.slab import punch
@@ -53,39 +54,29 @@ _SHARED = re.compile(
 _FUSE_OF_THIS_HOST = frozenset({"fuse.fuse-overlayfs"})
 
 
-def file_system(path: Path) -> str:
-    """Return the kernel's name of the file system at a path, or at its nearest existing parent; ""
-    if unknown."""
-    return _mount(path)[0]
+class Mount(NamedTuple):
+    """A file system by the kernel's names of its kind, and of the device or server that it is from;
+    "" if unknown."""
+
+    kind: str = ""
+    device: str = ""
 
 
-def mounted_from(path: Path) -> str:
-    """Return the device or server that this file system is from, as the kernel names it; "" if
-    unknown."""
-    return _mount(path)[1]
-
-
-def _mount(path: Path) -> tuple[str, str]:
+def mount_of(path: Path) -> Mount:
+    """The file system at a path, or at its nearest existing parent."""
     there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    try:
+    with suppress(OSError):
         # The dot makes the kernel mount an automount.
         handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH | os.O_CLOEXEC)
         try:
             found = _MOUNT_OF_HANDLE.search(Path(f"/proc/self/fdinfo/{handle}").read_text())
         finally:
             os.close(handle)
-        return _source(_MOUNTS.read_text(errors="replace"), found[1]) if found else ("", "")
-    except OSError:
-        return "", ""
-
-
-def _source(mounts: str, mount: str) -> tuple[str, str]:
-    for line in mounts.splitlines():
-        ids, _, source = line.partition(" - ")
-        if ids.split(" ", 1)[0] == mount:
-            kind, device, *_ = source.split(" ")
-            return kind, device
-    return "", ""
+        for line in _MOUNTS.read_text(errors="replace").splitlines():
+            ids, _, source = line.partition(" - ")
+            if found and ids.split(" ", 1)[0] == found[1]:
+                return Mount(*source.split(" ")[:2])
+    return Mount()
 
 
 def require_suitable(path: Path, kind: str) -> None:
@@ -124,7 +115,7 @@ class Folder:
 
     def prepare(self) -> None:
         """Make the folder, or check the one that exists. Raises TierUnusable and TierNotOpen."""
-        kind = file_system(self.path)
+        kind = mount_of(self.path).kind
         require_suitable(self.path, kind)
         self.one_host = kind in ONE_HOST
         if kind in MEMORY:
