@@ -499,8 +499,8 @@ MUTANTS = (
     KEPT.but(
         "lease",
         "any process takes it",
-        "        return self._bucket.put(_name(term + 1), [note])\n",
-        "        self._bucket.replace(_name(term + 1), note)\n        return True\n",
+        "        return self._bucket.put(name_of(term + 1), [note])\n",
+        "        self._bucket.replace(name_of(term + 1), note)\n        return True\n",
     ),
     KEPT.but(
         "lease",

@@ -47,7 +47,7 @@ class DirectoryTerms:
 
     def __init__(self, path: str, mode: int) -> None:
         """`mode`: of the folder that is made in the directory `path`."""
-        self._folder, self._mode = f"{path}/{FOLDER}", mode
+        self._path, self._folder, self._mode = path, f"{path}/{FOLDER}", mode
         self._unwritten: tuple[int, bytes] = (0, b"")
         """The term whose note had no room, and that note."""
 
@@ -108,7 +108,7 @@ class DirectoryTerms:
             raise
 
     def _file(self, term: int) -> str:
-        return f"{self._folder}/{name_of(term)}"
+        return f"{self._path}/{name_of(term)}"
 
 
 class PacksAndLeftovers:

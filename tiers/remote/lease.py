@@ -133,8 +133,8 @@ class Lease:
 
 
 def name_of(term: int) -> str:
-    """The name of a term's file or object in its folder."""
-    return f"term-{term}"
+    """The name of a term's file or object, in its folder."""
+    return f"{FOLDER}/term-{term}"
 
 
 def terms_of(names: Iterable[str]) -> list[int]:

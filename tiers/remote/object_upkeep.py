@@ -30,24 +30,20 @@ class ObjectTerms:
         terms = terms_of(self._bucket.names(FOLDER))
         if older := terms[:-1]:
             with suppress(TierError, OSError):  # who may not delete finds that out by its packs
-                self._bucket.delete([_name(term) for term in older])
+                self._bucket.delete([name_of(term) for term in older])
         return terms[-1] if terms else 0
 
     def take(self, term: int, note: bytes) -> bool:
-        return self._bucket.put(_name(term + 1), [note])
+        return self._bucket.put(name_of(term + 1), [note])
 
     def read(self, term: int) -> bytes:
         note = bytearray(NOTE_BYTES)
-        return bytes(note) if self._bucket.read(_name(term), 0, [memoryview(note)]) else b""
+        return bytes(note) if self._bucket.read(name_of(term), 0, [memoryview(note)]) else b""
 
     def write(self, term: int, note: bytes) -> bool:
         with suppress(TierFull):  # nobody else can take it either, and packs must go
-            self._bucket.replace(_name(term), note)
+            self._bucket.replace(name_of(term), note)
         return True
-
-
-def _name(term: int) -> str:
-    return f"{FOLDER}/{name_of(term)}"
 
 
 def kept_objects(bucket: ObstoreBucket, capacity: int) -> KeptBucket:
