@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
+
+from pydantic import TypeAdapter, ValidationError
 
 from tiers.block import Header
 
@@ -132,15 +134,9 @@ def read_note(text: bytes) -> NamespaceNote | None:
     if len(text) > MAX_NOTE_BYTES or not text.isascii():
         return None
     try:
-        found = json.loads(text)
-        values = {field.name: found[field.name] for field in fields(NamespaceNote)}
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return TypeAdapter(NamespaceNote).validate_json(text, strict=True)
+    except ValidationError:
         return None
-    for field in fields(NamespaceNote):
-        kind = {"str": str, "int": int, "bool": bool, "float": int | float}[str(field.type)]
-        if not isinstance(values[field.name], kind):
-            return None
-    return NamespaceNote(**values)
 
 
 def in_batches(some: Iterable[StoredRecord], most: int) -> Iterator[list[StoredRecord]]:
