@@ -69,13 +69,10 @@ def scheduler_parts(
         observers.append(explanations)
     live = LiveChain(chain, requests, opener, now, names, observers)
     settings = MultiSettings(
-        load_policy=chain.load_policy,
         requests=requests,
-        loads_always=chain.load_when == "always",
         now=now,
         observers=observers,
         explainer=explanations or Explanations(),
-        reports_cached=chain.report_cached_tokens,
         rebuilder=live,
     )
     tiers = [live.make(tier, chain) for tier in chain.tiers]

@@ -59,24 +59,21 @@ Finished = tuple[bool, dict[str, Any] | None]
 class MultiSettings:
     """How a `MultiScheduler` chooses who loads.
 
-    `requests`: those of the chain, which its tiers use, too. None: the children are connectors of
-    the engine, with blocks of `block_tokens`. `loads_always`: also what is computed sooner. `now`:
-    seconds, never going back. `observers`: hear of every request.
-    `explainer`: notes why each request is served as it is. `reports_cached`: whether responses have
-    the tokens that tiers loaded. `rebuilder`: with which the chain changes while the engine runs;
-    None: it does not. `wake`: has an engine that idles make a step. `following`: places of
-    connectors that can load what is behind the prefix that others load. `as_computed`: blocks of
-    which so many leading ones look computed, as these are shown them.
+    `load_policy`: unless a chain says so. `requests`: those of the chain, which its tiers use, too.
+    None: the children are connectors of the engine, with blocks of `block_tokens`. `now`: seconds,
+    never going back. `observers`: hear of every request. `explainer`: notes why each request is
+    served as it is. `rebuilder`: has the chain, and changes it while the engine runs; None: there
+    is none. `wake`: has an engine that idles make a step. `following`: places of connectors that
+    can load what is behind the prefix that others load. `as_computed`: blocks of which so many
+    leading ones look computed, as these are shown them.
     """
 
     load_policy: LoadPolicy = "first"
     block_tokens: int = 1
     requests: RequestTable | None = None
-    loads_always: bool = False
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
     explainer: Explanations = field(default_factory=Explanations)
-    reports_cached: bool = False
     rebuilder: Rebuilder | None = None
     wake: Callable[[], None] = lambda: None
     following: Collection[int] = ()
@@ -104,10 +101,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
         self._requests, self._block_tokens = requests, requests.engine.block_tokens
         self._now = now = settings.now
-        self._reports_cached = settings.reports_cached
+        self._reports_cached = False
         self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
         costs = {index: loader.load_cost for index, loader in self._loaders.items()}
-        self._comparison = Comparison(self._block_tokens, costs, now, settings.loads_always)
+        self._comparison = Comparison(self._block_tokens, costs, now)
         self._prefill = self._comparison.prefill
         self._chooser = Chooser(
             self.children,
