@@ -319,7 +319,7 @@ def test_many_clients_that_retain_everything_get_the_chains_share(
 
 
 def tenants_of(made: ReplayEngine) -> set[str]:
-    return set(scheduler_of(made)._hints._retained._tenants.values())
+    return {tenant for _, tenant in scheduler_of(made)._hints._retained._kept.values()}
 
 
 def test_nothing_is_retained_where_the_chain_says_so(engine: MakeEngine, tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ class PinnedBlocks:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._tenants: dict[bytes, str] = {}
-        self._until: dict[bytes, int] = {}
+        self._kept: dict[bytes, tuple[int, str]] = {}
+        """Until when each block is kept, and whose it is."""
         self._ending: dict[int, dict[bytes, None]] = {}
         """The keys of each second."""
         self._seconds: list[int] = []
@@ -147,25 +147,23 @@ class PinnedBlocks:
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self._kept)
 
     def add(self, keys: Sequence[bytes], tenant: str, ttl: float, bounds: PinBounds) -> list[bytes]:
         """Retain these blocks of a tenant, in order, as far as the bounds go, for `ttl` seconds
         from now, or as long as they are retained already. Returns those that are retained."""
         until = math.ceil(self._now() + ttl)
-        before = [key for key in keys if key in self._until]
+        before = [key for key in keys if key in self._kept]
         room = min(bounds.all - len(self), bounds.per_tenant - self._counts[tenant])
-        new = [key for key in dict.fromkeys(keys) if key not in self._until][: max(0, room)]
-        for key in new:
-            self._tenants[key] = tenant
+        new = [key for key in dict.fromkeys(keys) if key not in self._kept][: max(0, room)]
         if new:  # else tenants of whom nothing was ever retained would be remembered for ever
             self._counts[tenant] += len(new)
         for key in (*before, *new):
-            self._keep(key, until)
-        return [key for key in keys if key in self._until]
+            self._keep(key, until, tenant)
+        return [key for key in keys if key in self._kept]
 
-    def _keep(self, key: bytes, until: int) -> None:
-        before = self._until.get(key, 0)
+    def _keep(self, key: bytes, until: int, tenant: str) -> None:
+        before, tenant = self._kept.get(key, (0, tenant))
         if before >= until:
             return
         if before:
@@ -174,18 +172,17 @@ class PinnedBlocks:
             self._ending[until] = {}
             heapq.heappush(self._seconds, until)
         self._ending[until][key] = None
-        self._until[key] = until
+        self._kept[key] = until, tenant
 
     def remove(self, keys: Sequence[bytes]) -> list[bytes]:
         """Retain these no more; returns those that were."""
-        found = [key for key in dict.fromkeys(keys) if key in self._until]
+        found = [key for key in dict.fromkeys(keys) if key in self._kept]
         for key in found:
-            del self._ending[self._until.pop(key)][key]
-            self._forget_tenant(key)
+            del self._ending[self._forget(key)][key]
         return found
 
     def remove_all(self) -> list[bytes]:
-        return self.remove([*self._until])
+        return self.remove([*self._kept])
 
     def take_ended(self, most: int) -> list[bytes]:
         """Remove and return blocks whose time is over, `most` at most, a prefix's tail first."""
@@ -195,16 +192,16 @@ class PinnedBlocks:
             keys = self._ending[self._seconds[0]]
             while keys and len(ended) < most:
                 key, _ = keys.popitem()
-                del self._until[key]
-                self._forget_tenant(key)
+                self._forget(key)
                 ended.append(key)
             if keys:
                 break
             del self._ending[heapq.heappop(self._seconds)]
         return ended
 
-    def _forget_tenant(self, key: bytes) -> None:
-        tenant = self._tenants.pop(key)
+    def _forget(self, key: bytes) -> int:
+        until, tenant = self._kept.pop(key)
         self._counts[tenant] -= 1
         if not self._counts[tenant]:
             del self._counts[tenant]
+        return until
