@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -44,7 +44,7 @@ class MultiConnector(Connector, Generic[C]):
 
         Then raises the last of the errors, with the earlier ones as its context.
         """
-        _call_all(call, list(zip(self.children, *parts, strict=True)))
+        _call_all(call, iter([*zip(self.children, *parts, strict=True)]))
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises; then raise."""
@@ -69,16 +69,13 @@ class MultiConnector(Connector, Generic[C]):
         return {name: one for name, one in stats.items() if one is not None}
 
 
-def _call_all(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-    called = 0
-    try:
-        for of_child in arguments:
-            called += 1
+def _call_all(call: Callable[..., object], arguments: Iterator[tuple[Any, ...]]) -> None:
+    for of_child in arguments:
+        try:
             call(*of_child)
-    finally:
-        # What a call raises within `finally` keeps the error before as its context.
-        if called < len(arguments):
-            _call_all(call, arguments[called:])
+        except BaseException:
+            _call_all(call, arguments)  # what one of them raises has this error as its context
+            raise
 
 
 def merge_parameters(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
