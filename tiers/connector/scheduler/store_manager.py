@@ -160,9 +160,8 @@ class StoreManager(TierManager):
         self._is_belied = False
         """Whether a block was gone since the store was last told so."""
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
-        threads, ranks = self._queue.threads, len(namespaces)
         self._watch = StoreWatch(store) if isinstance(store, Guarded) else None
-        self._uses = StoreUses(store, self._parts.names, ranks, threads, clock)
+        self._uses = StoreUses(store, self._parts, self._queue.threads, clock)
 
     @property
     def _index(self) -> LocalIndex | None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 
+from tiers.connector.scheduler.store_keys import RankKeys
 from tiers.store import TierStore, Touch, capability
 
 LAPS = 8
@@ -23,16 +24,13 @@ class StoreUses:
     def __init__(
         self,
         store: TierStore,
-        names: Callable[[Sequence[bytes]], list[bytes]],
-        ranks: int,
+        parts: RankKeys,
         threads: Executor,
         clock: Callable[[], float],
     ) -> None:
-        """`names`: of keys in the store, `ranks` for each. `threads`: report to a store that
-        takes its time."""
+        """`threads`: report to a store that takes its time."""
         self._store = store
-        self._names = names
-        self._ranks = ranks
+        self._parts = parts
         self._threads = threads
         self._clock = clock
         self._touching: Future[None] | None = None
@@ -61,17 +59,17 @@ class StoreUses:
         elif self._touching is None or self._touching.done():
             # One at a time: what is used while a store takes its time is used again, or matters
             # little.
-            self._touching = self._threads.submit(touch.touch, self._names(keys))
+            self._touching = self._threads.submit(touch.touch, self._parts.names(keys))
 
     def _report(self, touch: Touch) -> None:
         """Report uses to an index, as many as may be now; the rest follows in later steps."""
         now = self._clock()
         allowance = self._allowance + (now - self._reported_at) * self.USES
         self._allowance, self._reported_at = min(self.USES_AT_ONCE, allowance), now
-        count = min(len(self._waiting), int(self._allowance) // self._ranks)
+        count = min(len(self._waiting), int(self._allowance) // len(self._parts))
         if count:
-            self._allowance -= count * self._ranks
-            touch.touch(self._names([self._waiting.popleft() for _ in range(count)][::-1]))
+            self._allowance -= count * len(self._parts)
+            touch.touch(self._parts.names([self._waiting.popleft() for _ in range(count)][::-1]))
 
     def clear(self) -> None:
         """Forget those yet to be reported: there are other keys from now on."""
