@@ -81,6 +81,7 @@ class TierRequest:
         return self.cut or next(iter(self.refused.values()), None)
 
 
+@dataclass(eq=False)
 class Tier:
     """Whether one tier is open and works, its blocks' events and what was measured of it; used by
     the scheduler's thread alone.
@@ -89,24 +90,17 @@ class Tier:
     tier can't be used. `stats`: measured since they were last taken.
     """
 
-    def __init__(
-        self,
-        name: str,
-        requests: RequestTable,
-        admission: Admission,
-        tenants: Tenants,
-        kv_events: KVEvents,
-    ) -> None:
-        self.name = name
-        self.requests = requests
-        self.admission = admission
-        self.tenants = tenants
-        self.kv_events = kv_events
-        self.open = NOT_OPEN
-        self.stats = TierStats()
-        self._is_open = self._has_failed = False
-        self._why_failed = ""
-        self._workers: dict[int, Health] = {}
+    name: str
+    requests: RequestTable
+    admission: Admission
+    tenants: Tenants
+    kv_events: KVEvents
+    open: OpenTier = NOT_OPEN
+    stats: TierStats = field(default_factory=TierStats)
+    _is_open: bool = False
+    _has_failed: bool = False
+    _why_failed: str = ""
+    _workers: dict[int, Health] = field(default_factory=dict)
 
     def request(self, request_state: RequestState) -> TierRequest:
         """What this tier keeps of a request."""
