@@ -34,6 +34,7 @@ from tiers.remote.packs.marks import is_mark
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared_spec import SharedSpec
 from tiers.testing import make_key
+from tiers.wrappers.guard import Guarded
 
 
 def _engine(place: Path, ranks: int, capacity: str) -> ReplayEngine:
@@ -183,7 +184,7 @@ def test_a_prompt_that_is_not_there_costs_few_reads_beside_windows(
     store = SharedSpec(path=tmp_path).open(StoreContext(4096))
     spaces, kinds, rows = [bytes(16)], (True, False), (True, True)
     with closing(
-        StoreManager(store, spaces, Generation(), in_order=kinds, in_rows=rows)
+        StoreManager(Guarded(store, "tier"), spaces, Generation(), in_order=kinds, in_rows=rows)
     ) as manager:
         keys, lookup = [make_key() for _ in range(1024)], Lookup()
         wait_for(lambda: manager.coverage(lookup, keys, range(1024)) is not None)

@@ -38,7 +38,7 @@ from tiers.host.slots import slot_stride
 from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.store import batch_blocks
 from tiers.testing import GivenSpec
-from tiers.wrappers.guard import HEALTHY
+from tiers.wrappers.guard import HEALTHY, Guarded
 
 RANKS = 2
 BLOCKS = 200
@@ -498,7 +498,7 @@ class ToldIndex(Told, IndexedNames):
 
 def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None:
     index, clock = ToldIndex(), Clock(5.0)
-    manager = StoreManager(index, SPACES, Generation(), clock)
+    manager = StoreManager(Guarded(index, "tier"), SPACES, Generation(), clock)
     keys = [b"%5d" % number for number in range(2000)]
     manager.touch_prefix(keys)
     manager.touch_and_list_missing([b"another"])
@@ -521,7 +521,7 @@ def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None
 
 def test_an_index_is_told_of_what_is_pinned_as_long_as_it_is() -> None:
     index, clock = ToldIndex(), Clock(5.0)
-    manager = StoreManager(index, [b"space"], Generation(), clock)
+    manager = StoreManager(Guarded(index, "tier"), [b"space"], Generation(), clock)
     manager.pin([b"a", b"b"])
     for pinned in ({b"spacea", b"spaceb"}, {b"spaceb"}, set[bytes]()):
         index.told.clear()
@@ -533,7 +533,7 @@ def test_an_index_is_told_of_what_is_pinned_as_long_as_it_is() -> None:
 
 def test_a_store_behind_a_network_is_told_of_uses_too() -> None:
     store = Told()
-    manager = StoreManager(store, SPACES, Generation(), Clock(5.0))
+    manager = StoreManager(Guarded(store, "tier"), SPACES, Generation(), Clock(5.0))
     assert manager.pinnable([b"a"]) == [], "it can't be asked at once"
     manager.touch_prefix([b"a", b"b"])
     wait_for(lambda: bool(store.told))
@@ -544,7 +544,7 @@ def test_a_store_behind_a_network_is_told_of_uses_too() -> None:
 def test_an_index_that_lacks_the_first_ranks_part_is_not_asked_for_the_others() -> None:
     index = IndexedNames()
     spaces = [bytes([rank]) * 16 for rank in range(8)]
-    manager = StoreManager(index, spaces, Generation(), Clock(5.0))
+    manager = StoreManager(Guarded(index, "tier"), spaces, Generation(), Clock(5.0))
     keys = [b"%5d" % number for number in range(100)]
     assert manager.coverage(Lookup(), keys, range(100)) == [False] * 100
     assert index.asked == 100
@@ -560,7 +560,7 @@ def test_an_index_that_lacks_the_first_ranks_part_is_not_asked_for_the_others() 
 def test_a_long_prompt_is_looked_up_in_several_steps(ranks: int, waits: int) -> None:
     index, clock = IndexedNames(), Clock(5.0)
     spaces = [bytes([rank]) * 16 for rank in range(ranks)]
-    manager = StoreManager(index, spaces, Generation(), clock)
+    manager = StoreManager(Guarded(index, "tier"), spaces, Generation(), clock)
     manager.pace = LookupPace(len(spaces), clock)
     keys = [b"%5d" % number for number in range(8192)]
     index.names = {space + key for space in spaces for key in keys[:7000]}
@@ -590,7 +590,7 @@ def test_many_long_prompts_together_are_given_no_more_of_a_step() -> None:
 
     index = Slow()
     spaces = [bytes([rank]) * 16 for rank in range(8)]
-    manager = StoreManager(index, spaces, Generation(), clock)
+    manager = StoreManager(Guarded(index, "tier"), spaces, Generation(), clock)
     manager.pace = LookupPace(len(spaces), clock)
     keys = [b"%5d" % number for number in range(4096)]
     index.names = {space + key for space in spaces for key in keys}

@@ -13,6 +13,7 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 from tiers.store import Block
+from tiers.wrappers.guard import Guarded
 
 WAIT = 30
 
@@ -61,7 +62,7 @@ def slow(
 ) -> Iterator[tuple[StoreManager, Store, Generation]]:
     monkeypatch.setattr(Clearing, "DEADLINE", 0.5)  # of a close, for what never ends
     store, generation = request.param(), Generation()
-    manager = StoreManager(store, [b"space"], generation)
+    manager = StoreManager(Guarded(store, "tier"), [b"space"], generation)
     yield manager, store, generation
     store.may_drop.set()
     manager.close()

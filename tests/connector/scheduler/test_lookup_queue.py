@@ -25,6 +25,7 @@ from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.store import TierStore
 from tiers.testing import GivenSpec, MemoryStore
+from tiers.wrappers.guard import Guarded
 
 SPACE = b"space"
 THREADS = LookupQueue.THREADS
@@ -57,7 +58,9 @@ class Asking:
 
     def __init__(self, *spaces: bytes) -> None:
         self.store, self.clock = Hanging(), Clock()
-        self.manager = StoreManager(self.store, spaces or [SPACE], Generation(), self.clock)
+        self.manager = StoreManager(
+            Guarded(self.store, "tier"), spaces or [SPACE], Generation(), self.clock
+        )
 
     def ask(self, key: bytes) -> Lookup:
         """Begin to look a key up."""

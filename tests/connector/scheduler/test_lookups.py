@@ -16,6 +16,7 @@ from tiers.contract.generation import Generation
 from tiers.contract.messages import LookupTimes
 from tiers.store import Capability, Capable, LocalIndex
 from tiers.testing import Memory, MemoryStore
+from tiers.wrappers.guard import Guarded
 
 KEYS = [b"a", b"b", b"c"]
 
@@ -45,7 +46,7 @@ class Making(MemoryStore, Capable):
 @pytest.fixture
 def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
     store, clock = Held(), Clock()
-    manager = StoreManager(store, [b"space"], Generation(), clock)
+    manager = StoreManager(Guarded(store, "tier"), [b"space"], Generation(), clock)
     yield manager, store, clock
     manager.close()
 
@@ -111,7 +112,7 @@ def test_an_index_that_takes_time_to_make_is_used_once_it_is_there() -> None:
     store, clock = Making(), Clock()
     space = bytes(NAMESPACE_BYTES)
     store.put(Memory([space + key for key in KEYS[:2]], 64).fill().blocks)
-    manager = StoreManager(store, [space], Generation(), clock)
+    manager = StoreManager(Guarded(store, "tier"), [space], Generation(), clock)
     assert store.is_begun, "before the first request"
     waiting = Lookup()
     wait_for(lambda: look_up(manager, KEYS, waiting) == 2)
@@ -126,7 +127,7 @@ def test_what_a_store_said_while_its_index_was_made_is_looked_up_in_it() -> None
     store, clock = Making(), Clock()
     space = bytes(NAMESPACE_BYTES)
     store.put(Memory([space + key for key in KEYS[:2]], 64).fill().blocks)
-    manager = StoreManager(store, [space], Generation(), clock)
+    manager = StoreManager(Guarded(store, "tier"), [space], Generation(), clock)
     heard, unheard = Lookup(), Lookup()
     wait_for(lambda: look_up(manager, KEYS, heard) == 2)
     said = manager.version(heard, KEYS)

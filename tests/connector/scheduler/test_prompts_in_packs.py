@@ -13,6 +13,7 @@ from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 from tiers.contract.messages import NO_PART
 from tiers.store import Block, TierStore
+from tiers.wrappers.guard import Guarded
 
 KEYS = [b"key %d." % number for number in range(24)]
 SPACES = [b"one rank's space", b"other rank space"]
@@ -84,7 +85,9 @@ def manager(store: Packing) -> Iterator[StoreManager]:
 def _manager(
     store: TierStore, in_order: Sequence[bool], in_rows: Sequence[bool] = ()
 ) -> StoreManager:
-    return StoreManager(store, SPACES, Generation(), in_order=in_order, in_rows=in_rows)
+    return StoreManager(
+        Guarded(store, "tier"), SPACES, Generation(), in_order=in_order, in_rows=in_rows
+    )
 
 
 def _covered(manager: StoreManager, asked: range) -> list[bool]:

@@ -12,6 +12,7 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_keys import VisibilityCheck
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
+from tiers.wrappers.guard import Guarded
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def clock() -> Clock:
 
 def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     store = IndexedNames()
-    manager = StoreManager(store, [b""], Generation(), clock)
+    manager = StoreManager(Guarded(store, "tier"), [b""], Generation(), clock)
     store.names.update([b"a", b"b"])
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [False, False, True]
     store.names.clear()
@@ -47,7 +48,7 @@ def test_what_is_known_to_be_gone_does_not_count_as_never_found(
     request: pytest.FixtureRequest,
     clock: Clock,
 ) -> None:
-    manager = StoreManager(IndexedNames(), [b""], Generation(), clock)
+    manager = StoreManager(Guarded(IndexedNames(), "tier"), [b""], Generation(), clock)
     keys = [b"%02d" % number for number in range(VisibilityCheck.MISSED)]
     manager.stored(keys)
     change(manager, keys)
@@ -58,7 +59,7 @@ def test_what_is_known_to_be_gone_does_not_count_as_never_found(
 
 def test_what_a_lookup_misses_is_not_looked_up_again_when_the_step_stores_it(clock: Clock) -> None:
     store = IndexedNames()
-    manager = StoreManager(store, [b""], Generation(), clock)
+    manager = StoreManager(Guarded(store, "tier"), [b""], Generation(), clock)
     store.names.add(b"a")
     assert look_up(manager, [b"a", b"b"], Lookup()) == 1
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [False, True, True]

@@ -30,7 +30,6 @@ from tiers.store import (
     Recent,
     RecentBlocks,
     Remembers,
-    TierStore,
     Usage,
     Warns,
     capability,
@@ -127,7 +126,7 @@ class StoreManager(TierManager):
 
     def __init__(
         self,
-        store: TierStore,
+        store: Guarded,
         namespaces: Sequence[bytes],
         generation: Generation,
         clock: Callable[[], float] = time.monotonic,
@@ -155,12 +154,11 @@ class StoreManager(TierManager):
         self._packed: Sequence[bool] = ()
         self._packs = 0
         self._ask_packs_at = -math.inf
-        name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
-        self._unfound = VisibilityCheck(name)
+        self._unfound = VisibilityCheck(store.tier_name)
         self._is_belied = False
         """Whether a block was gone since the store was last told so."""
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
-        self._watch = StoreWatch(store) if isinstance(store, Guarded) else None
+        self._watch = StoreWatch(store)
         self._uses = StoreUses(store, self._parts, self._queue.threads, clock)
 
     @property
@@ -291,17 +289,15 @@ class StoreManager(TierManager):
         of none; None: it can't answer now, or not for single blocks."""
         if self._pack_blocks:
             return None
-        failed = self._failures()
+        failed = self._store.failures.total
         held = self._parts.has(keys)
-        return held if self.health().reads_up and self._failures() == failed else None
+        is_sure = self.health().reads_up and self._store.failures.total == failed
+        return held if is_sure else None
 
     def announceable(self, keys: Sequence[bytes]) -> list[bool] | None:
         """As `holds`, to keep true what was announced. Of a store with `Packs` all are: to ask for
         each block again and again costs more than an announcement that holds no more."""
         return [True] * len(keys) if self._pack_blocks else self.holds(keys)
-
-    def _failures(self) -> int:
-        return self._store.failures.total if isinstance(self._store, Guarded) else 0
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Stores keep their blocks elsewhere; one that is evicted before it is read is a miss."""
@@ -388,31 +384,27 @@ class StoreManager(TierManager):
 
     def health(self) -> Health:
         """The guard's health for reads; writes are the workers'."""
-        if not isinstance(self._store, Guarded):
-            return HEALTHY
         found = self._store.health
         return found if found is HEALTHY else found._replace(writes=True, writes_up=True)
 
     def resize(self, capacity: int, max_blocks: int) -> None:
         self._recent.clear()  # what it evicts is offered anew
-        if isinstance(self._store, Guarded):
-            self._store.resize(capacity)
+        self._store.resize(capacity)
 
     def usage(self) -> Usage:
-        return super().usage() if self._watch is None else self._watch.usage
+        return self._watch.usage
 
     def evicted(self) -> int:
-        return self._store.counts().evicted if isinstance(self._store, Guarded) else 0
+        return self._store.counts().evicted
 
     def retune(self, spec: OffloadingSpec, lookup_deadline: float) -> None:
         self._queue.wait_at_most(lookup_deadline)
-        if isinstance(self._store, Guarded) and isinstance(spec, StoreSpec):
+        if isinstance(spec, StoreSpec):
             self._store.use_deadline(spec.deadline)
 
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._clearing.close(self._generation.tag)
         self._queue.threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
