@@ -392,7 +392,7 @@ NO_COPIES = {
     "wait([*in_flight, self._joining] if self._joining else in_flight, self._drain)",
     "wait_for([before], self._device)",
     "wait([ahead])",
-    "wait([future for _, future in self._loads], drain)",
+    "wait([*in_flight, *(future for _, future in self._fills)], drain)",
 }
 """Waits for other things: a tier that closes gives its stores and loads some time, streams are not
 filled, and a load that ends early waits for its store (see `test_loading.py`)."""

@@ -13,8 +13,8 @@ from tests.support.clock import wait_for
 from tests.support.kept import kept
 from tiers.block import digest
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.connector.worker.filling import Filling
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.loading import Loading
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import LoadItem, LoadJob, SlotMove, StoreItem
 from tiers.contract.pool_size import PoolSize
@@ -81,11 +81,11 @@ def test_a_slot_that_a_fill_failed_in_holds_nothing() -> None:
     host = host_with(numbered())
     host.gather([StoreItem(b"key3", 0, 3)])
     assert host.wait_and_verify([0], [b"key3"]) == [True]
-    filling = Filling("disk", host, RateLimit(None))
-    filling.begin([LoadJob(0, "", [LoadItem(b"key4", 0, None)])])
-    wait_for(lambda: bool(filling.ended(is_idle=True)))
+    loading = Loading("disk", host, RateLimit(None), verify=False)
+    loading.begin_fills([LoadJob(0, "", [LoadItem(b"key4", 0, None)])])
+    wait_for(lambda: bool(loading.ended_fills(idle=True)))
     assert host.wait_and_verify([0, 0], [b"key3", b"key4"]) == [False, False]
-    filling.close(1.0)
+    loading.close(1.0)
 
 
 def test_what_all_tiers_share_goes_with_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

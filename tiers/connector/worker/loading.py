@@ -1,4 +1,5 @@
-"""Loading: copies one tier's blocks back to a worker's engine, each load within its time."""
+"""Loading: copies one tier's blocks back to a worker's engine, each load within its time, and, for
+no request, into slots of the host pool."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spec.offloading import LOADS_AT_ONCE
 from tiers.concurrency.executors import IoExecutor, wait_a_moment
@@ -25,7 +26,7 @@ from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory
 from tiers.host.slots import slot_stride
 from tiers.loading.load_cost import LatencyModel
-from tiers.store import GatheredBlock, Prefix, Waiting
+from tiers.store import Block, GatheredBlock, Prefix, Waiting
 from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
@@ -188,8 +189,9 @@ class Load:
 
 
 class Loading:
-    """The loads of one tier on one worker. The engine's thread calls it; its own threads copy.
-    `verify`: load blocks of the host pool only if they match their checksums.
+    """The loads and fills of one tier on one worker. The engine's thread calls it; its own threads
+    copy, one of them the fills, for which no load waits. `verify`: load blocks of the host pool
+    only if they match their checksums.
     """
 
     def __init__(
@@ -215,10 +217,12 @@ class Loading:
         )
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[Load, Future[None]]] = []
+        self._fills: list[tuple[LoadJob, Future[list[bool]]]] = []
         self._pace, self._drop_below = LatencyModel(), DROP_BELOW
         self._bounces: list[SlotMemory] = []
         self._threads = IoExecutor(at_once, f"load-{tier}")
         self._readers = IoExecutor(at_once, f"read-{tier}")
+        self._filler = IoExecutor(1, f"warm-{tier}")
 
     def open(self) -> None:
         """Allocate the memory through which stores' blocks pass; the paged KV is registered. Raises
@@ -494,11 +498,48 @@ class Loading:
             self._pace.add(load.arrived, seconds)
             self._drop_below = DROP_BELOW
 
+    # -- into slots --------------------------------------------------------------------------
+
+    def begin_fills(self, jobs: Sequence[LoadJob]) -> None:
+        """Begin to load blocks into slots, which hold nothing until that has ended."""
+        for job in jobs:
+            verdict = self._host.watch.loads(job.generation)
+            self._host.empty([item.target for item in job.items])
+            self._fills.append((job, self._filler.submit(self._fill, job, verdict)))
+
+    def _fill(self, job: LoadJob, verdict: WeightVerdict) -> list[bool]:
+        """Which blocks are in their slots now, verified by the store."""
+        host, size = self._host, len(job.items) * self._host.payload_bytes
+        if self._store is None or not verdict.unchanged():
+            return [False] * len(job.items)
+        if not self._rate_limit.take(size, host.now() + job.seconds):
+            return [False] * len(job.items)
+        space = space_of(self._namespace, job.generation)
+        payload = host.memory.payload
+        return self._store.get([Block(space + i.key, payload(i.target)) for i in job.items])
+
+    def ended_fills(self, idle: bool) -> list[tuple[LoadJob, JobResult]]:
+        """Fills that have ended since the last call, whose slots hold their blocks from now on. In
+        an `idle` step it waits a moment for one."""
+        if idle:
+            wait_a_moment([future for _, future in self._fills])
+        over = [fill for fill in self._fills if fill[1].done()]
+        self._fills = [fill for fill in self._fills if not fill[1].done()]
+        return [(job, self._end_fill(job, future)) for job, future in over]
+
+    def _end_fill(self, job: LoadJob, future: Future[list[bool]]) -> JobResult:
+        held = [False] * len(job.items) if future.exception() is not None else future.result()
+        filled = [*compress(job.items, held)]
+        self._host.filled([item.target for item in filled], [item.key for item in filled])
+        return JobResult(1, {index for index, ok in enumerate(held) if not ok})
+
     def close(self, drain: float) -> None:
-        """End all loads; wait for their threads for `drain` seconds at most."""
+        """End all loads and fills; wait for their threads for `drain` seconds at most."""
         self._rate_limit.stop()
         self.halt()
-        wait([future for _, future in self._loads], drain)
+        self._filler.shutdown(wait=False, cancel_futures=True)
+        in_flight: list[Future[Any]] = [future for _, future in self._loads]
+        wait([*in_flight, *(future for _, future in self._fills)], drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False)
         for bounce in self._bounces:

@@ -19,7 +19,6 @@ from tiers.concurrency.executors import IoExecutor
 from tiers.concurrency.numa import bound
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.worker.filling import Filling
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.namespace_notes import NamespaceNotes
@@ -254,7 +253,6 @@ class OffloadingWorker(WorkerConnector):
         self._load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         at_once = spec.loads_at_once if spec else LOADS_AT_ONCE
         self._loading = Loading(self._log_name, host, self._load_rate, self._verify, at_once)
-        self._filling = Filling(name, host, self._load_rate)
         if self._verify or spec is not None:
             host.checksums.are_kept = True
         writers = 1 if host.engine.replicated else host.engine.world_size
@@ -290,7 +288,6 @@ class OffloadingWorker(WorkerConnector):
                     self._is_apart = True
                     self._host.checksums.compute_apart()
                 self._loading.serve(store, handshake.namespace)
-                self._filling.serve(store, handshake.namespace)
                 notes = NamespaceNotes(spec, self._host.note)
                 self._puts.serve(store, handshake.namespace, notes)
                 self._store = store
@@ -395,7 +392,7 @@ class OffloadingWorker(WorkerConnector):
         if orders.vacated is not None:
             self._host.vacated(*orders.vacated)
         self._loading.begin(orders.reqs_to_load, self._fence)
-        self._filling.begin(orders.slots_to_fill)
+        self._loading.begin_fills(orders.slots_to_fill)
 
     @property
     def loading_threads(self) -> int:
@@ -414,7 +411,7 @@ class OffloadingWorker(WorkerConnector):
             # Engines may leave `wait_for_save` out of a step that computes nothing.
             self.wait_for_save()
         ended = self._loading.ended(meta.idle)
-        self._ended.update({job.job_id: result for job, result in self._filling.ended(meta.idle)})
+        self._ended |= {job.job_id: end for job, end in self._loading.ended_fills(meta.idle)}
         results = TransferResults(finished_recving={load.job.request_id for load in ended})
         for job, result, damaged in ended:
             self._note_end(job.job_id, len(job.items), result, "load")
@@ -559,7 +556,6 @@ class OffloadingWorker(WorkerConnector):
             logger.warning(line, self._log_name, lost)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._loading.close(max(0.0, until - time.monotonic()))
-        self._filling.close(max(0.0, until - time.monotonic()))
         if self._store is not None:
             self._store.close(HUNG_CLOSE_SECONDS if lost else None)
         if self._is_apart:
