@@ -14,10 +14,9 @@ from tiers.connector.policy.request_params import (
     NO_HINTS,
     UNLIMITED,
     Demote,
-    HintReader,
     Hints,
-    LimitsReader,
     RequestLimits,
+    RequestReader,
     Retain,
 )
 
@@ -54,7 +53,7 @@ def action(name: Any, payload: Any, version: Any = "1") -> Any:
 def read(caplog: pytest.LogCaptureFixture, request: Any) -> tuple[RequestLimits, str]:
     """A request's limits, and what the log says of them."""
     caplog.clear()
-    return LimitsReader().read(request), caplog.text
+    return RequestReader().limits(request), caplog.text
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def read(caplog: pytest.LogCaptureFixture, request: Any) -> tuple[RequestLimits,
     ],
 )
 def test_a_request_that_says_nothing_has_no_hints(request_: Any) -> None:
-    reader = HintReader()
-    assert reader.read(request_) is NO_HINTS
+    reader = RequestReader()
+    assert reader.hints(request_) is NO_HINTS
     assert not reader.ignored
 
 
@@ -88,18 +87,18 @@ def test_a_request_that_says_nothing_has_no_hints(request_: Any) -> None:
     ],
 )
 def test_hints_are_read_from_all_places(request_: Any, hints: Hints) -> None:
-    reader = HintReader()
-    assert reader.read(request_) == hints
+    reader = RequestReader()
+    assert reader.hints(request_) == hints
     assert not reader.ignored
 
 
 def test_the_engines_envelope_counts_where_both_say_something() -> None:
     said = {"kvtiers": {"hints": {"retain": {"ttl": 5}}}}
     request = passed_on(action("retain", {"ttl": 6}), kv_transfer_params=said)
-    assert HintReader().read(request) == Hints(Retain(ttl=6))
-    assert HintReader().read(routed(routed_action("retain", {"ttl": 6}), **said)).retain == Retain(
-        ttl=6
-    )
+    assert RequestReader().hints(request) == Hints(Retain(ttl=6))
+    assert RequestReader().hints(
+        routed(routed_action("retain", {"ttl": 6}), **said)
+    ).retain == Retain(ttl=6)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +141,10 @@ def test_the_engines_envelope_counts_where_both_say_something() -> None:
 def test_what_is_malformed_or_unknown_is_ignored_counted_and_said(
     request_: Any, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = HintReader()
+    reader = RequestReader()
     with caplog.at_level(logging.WARNING):
-        assert reader.read(request_) == NO_HINTS
-        assert reader.read(request_) == NO_HINTS
+        assert reader.hints(request_) == NO_HINTS
+        assert reader.hints(request_) == NO_HINTS
     assert reader.ignored == 2
     (line,) = caplog.messages
     assert named in line and len(line) < 400
@@ -159,7 +158,7 @@ def test_one_bad_hint_spoils_neither_the_others_nor_the_limits(
             "kvtiers": {"max_load_tokens": 8, "hints": {"pin": {}, "retain": {"ttl": 9}}}
         }
     )
-    assert HintReader().read(request) == Hints(Retain(ttl=9))
+    assert RequestReader().hints(request) == Hints(Retain(ttl=9))
     limits, problem = read(caplog, request)
     assert (limits.max_load_tokens, problem) == (8, "")
     assert read(caplog, ours("odd")) == (UNLIMITED, "")
@@ -175,8 +174,8 @@ def test_one_bad_hint_spoils_neither_the_others_nor_the_limits(
     ids=["ours", "passed on", "routed"],
 )
 def test_a_long_list_is_not_read_to_its_end(request_: Any) -> None:
-    reader = HintReader()
-    assert reader.read(request_) == NO_HINTS
+    reader = RequestReader()
+    assert reader.hints(request_) == NO_HINTS
     assert reader.ignored == MAX_ACTIONS + 1
 
 

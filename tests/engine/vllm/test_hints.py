@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.vllm.tiny_vllm import Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS, cpu, tiers
-from tiers.connector.policy.request_params import Demote, HintReader, Hints, Retain
+from tiers.connector.policy.request_params import Demote, Hints, RequestReader, Retain
 
 pytestmark = pytest.mark.vllm
 
@@ -56,6 +56,6 @@ def test_vllms_envelope_arrives_at_the_reader() -> None:
     )
     arrived = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(asked))
     request = Request.from_engine_core_request(arrived, None)
-    reader = HintReader()
-    assert reader.read(request) == Hints(Retain(ttl=60), Demote())
+    reader = RequestReader()
+    assert reader.hints(request) == Hints(Retain(ttl=60), Demote())
     assert reader.ignored == 1

@@ -78,31 +78,6 @@ class Hints(NamedTuple):
 NO_HINTS = Hints()
 
 
-class HintReader:
-    """Reads the hints of a chain's requests, and counts those it ignores.
-
-    A hint that is malformed or unknown never matters to the request or to its other hints.
-    """
-
-    def __init__(self) -> None:
-        self.ignored = 0
-        """Hints, since they were last counted."""
-        self._log = RepeatedLog(logger, "chain", "hints were ignored")
-
-    def read(self, request: Request) -> Hints:
-        """The hints of a request: those in its `kv_transfer_params`, ours and then those of a
-        router, then those that the engine passes on beside these; the last of an action counts."""
-        hints = NO_HINTS
-        for number, action in enumerate(_actions(request)):
-            found = "too many actions" if number >= MAX_ACTIONS else _read(*action)
-            if isinstance(found, str):
-                self.ignored += 1
-                self._log.log("request %s: a hint is ignored: %r", request.request_id, found)
-            else:
-                hints = hints._replace(**found)
-        return hints
-
-
 def entry_of(request: Request, key: str = KEY) -> Any:
     """An entry of a request's `kv_transfer_params`, which is ours; None: there is none."""
     params = getattr(request, "kv_transfer_params", None)
@@ -206,13 +181,30 @@ class RequestLimits(BaseModel, frozen=True, extra="forbid", strict=True):
 UNLIMITED = RequestLimits()
 
 
-class LimitsReader:
-    """Reads the limits of a chain's requests, and logs those that are ignored."""
+class RequestReader:
+    """Reads what a chain's requests ask for. What is malformed or unknown is logged, and never
+    matters to the request or to what else it asks for."""
 
     def __init__(self) -> None:
-        self._ignored = RepeatedLog(logger, "chain", "requests had limits that are ignored")
+        self.ignored = 0
+        """Hints, since they were last counted."""
+        self._log = RepeatedLog(logger, "chain", "hints were ignored")
+        self._limits_log = RepeatedLog(logger, "chain", "requests had limits that are ignored")
 
-    def read(self, request: Request) -> RequestLimits:
+    def hints(self, request: Request) -> Hints:
+        """The hints of a request: those in its `kv_transfer_params`, ours and then those of a
+        router, then those that the engine passes on beside these; the last of an action counts."""
+        hints = NO_HINTS
+        for number, action in enumerate(_actions(request)):
+            found = "too many actions" if number >= MAX_ACTIONS else _read(*action)
+            if isinstance(found, str):
+                self.ignored += 1
+                self._log.log("request %s: a hint is ignored: %r", request.request_id, found)
+            else:
+                hints = hints._replace(**found)
+        return hints
+
+    def limits(self, request: Request) -> RequestLimits:
         """A request's limits; malformed ones are as if there were none.
 
         A request that may not use its engine's own cached prefixes (prompt log-probabilities need
@@ -225,7 +217,7 @@ class LimitsReader:
             found = _validated(RequestLimits, entry, KEY)
             if isinstance(found, str):
                 ignored = "request %s has limits that are ignored: %r"
-                self._ignored.log(ignored, request.request_id, found)
+                self._limits_log.log(ignored, request.request_id, found)
             else:
                 limits = found
         if getattr(request, "skip_reading_prefix_cache", False):

@@ -15,10 +15,9 @@ from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
     NO_HINTS,
     WEIGHTS,
-    HintReader,
     Hints,
-    LimitsReader,
     RequestLimits,
+    RequestReader,
     entry_of,
 )
 from tiers.connector.policy.tenant_counts import TenantCounts
@@ -166,7 +165,7 @@ class RequestTable:
         self.groups = BlockGroups(engine)
         self.step = EngineStep([], set())
         """The step whose orders are being made."""
-        self._hints = HintReader()
+        self._reader = RequestReader()
         self._media_late = self._of_others = 0
         self._now = now
         self._max_wait = max_wait
@@ -178,7 +177,6 @@ class RequestTable:
         self._computed_since: set[int] | None = None
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
         it has none of other weights."""
-        self._limits = LimitsReader()
         self._weights: str | None = None
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
@@ -242,11 +240,11 @@ class RequestTable:
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """Those of the chain itself and of its tenants, since the last call."""
         of_chain = {
-            "hints_ignored": self._hints.ignored,
+            "hints_ignored": self._reader.ignored,
             "media_timeouts": self._media_late,
             "other_weights": self._of_others,
         }
-        self._hints.ignored = self._media_late = self._of_others = 0
+        self._reader.ignored = self._media_late = self._of_others = 0
         measured = self.tenants.take_measures()
         return {CHAIN: of_chain, **measured} if any(of_chain.values()) else measured
 
@@ -257,7 +255,7 @@ class RequestTable:
         """The state of a request, which is known from now on."""
         request_state = self._states.get(request.request_id)
         if request_state is None:
-            limits = self._limits.read(request)
+            limits = self._reader.limits(request)
             budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
             budget.loaded()
             request_state = self._states[request.request_id] = RequestState(
@@ -268,7 +266,7 @@ class RequestTable:
                 budget,
                 may_store=limits.store is not False and self._is_of_these_weights(request),
                 scope=limits.scope(self._store),
-                hints=self._hints.read(request),
+                hints=self._reader.hints(request),
             )
         return request_state
 
