@@ -6,11 +6,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -382,6 +384,71 @@ def test_a_network_file_system(tmp_path: Path, kind: str, monkeypatch: pytest.Mo
     with pytest.raises(TierUnusable) as caught:
         open_disk(tmp_path)
     assert not isinstance(caught.value, TierNotOpen), "trying again won't help"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("kind", "release"),
+    [("bcachefs", "6.18.1"), ("nilfs2", "6.18.1"), ("btrfs", "6.8.0-60-generic")],
+)
+def test_a_file_system_that_kills_where_it_is_full(
+    tmp_path: Path, kind: str, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_mounted(kind, monkeypatch, tmp_path)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    refused(tmp_path / "not", rf"is on {kind}, which kills .* Btrfs with Linux 6.16")
+    assert not (tmp_path / "not").exists()
+
+
+IN_PLACE = """
+import subprocess
+from contextlib import suppress
+from tiers.errors import TierError, TierUnusable
+mount = path / "mount"
+mount.mkdir()
+subprocess.run(["mount", "-o", "loop,compress-force=zstd", path / "image", mount], check=True)
+tier = mount / "tier"
+
+def write():
+    store = open_disk(tier, slots=200)
+    for round in range(20):
+        for n in range(0, 200, 10):
+            try:
+                put(store, keys(*range(n, n + 10)))
+            except TierError as error:
+                assert "pace" in str(error), error
+        get(store, keys(*range(200)))
+        if round in (0, 9):
+            with open(mount / "other", "wb") as other, suppress(OSError):
+                while round == 0:
+                    other.write(os.urandom(1 << 20))
+        os.sync()
+    assert get(store, keys(*range(190, 200))) == [True] * 10
+    audit(store)
+    store.close()
+
+write()
+subprocess.run(["chattr", "-R", "-C", tier], check=True)
+(tier / "index.mdb-lock").unlink()
+(tier / "index.mdb-lock").touch(0o600)
+try:
+    open_disk(tier)
+except TierUnusable as error:
+    assert "index.mdb-lock is not marked" in str(error), error
+else:
+    raise SystemExit("opened")
+(tier / "index.mdb-lock").unlink()
+write()
+"""
+
+
+@pytest.mark.fault
+def test_a_file_system_that_copies_what_is_written_fills(tmp_path: Path) -> None:
+    """Where Btrfs can't copy a page of LMDB's lock file, the kernel kills who writes it."""
+    if not shutil.which("mkfs.btrfs") or not Path("/dev/loop-control").exists():
+        pytest.skip("no mkfs.btrfs, or no loop device to mount its image")
+    script = f'truncate -s 128M "{tmp_path}/image" && mkfs.btrfs -q "{tmp_path}/image"'
+    run_mounted(script, IN_PLACE, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", "x"])

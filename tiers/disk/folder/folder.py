@@ -14,16 +14,22 @@ PATH/                 0700 when we make it, everything in it 0600
 LMDB maps its index as memory and locks it for the processes of one kernel. Where several hosts
 mount one file system, each has its own pages and, often, its own locks: the index tears, and a
 process that reads a page of it dies. So the folder's file system must be of one host.
+
+LMDB writes its lock file as memory. A file system that copies what is written needs space for that,
+and where it is full, the kernel kills who writes (SIGBUS). Btrfs writes in place what is marked so,
+since Linux 6.16 such memory, too; it then computes no checksums, as records have their own.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
 import secrets
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,8 +48,7 @@ MEMORY = frozenset({"tmpfs", "ramfs"})
 """File systems whose files take memory, and are lost when the machine goes down."""
 
 ONE_HOST = MEMORY | {
-    *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "reiserfs"),
-    *("rootfs", "xfs", "zfs"),
+    *("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "reiserfs", "rootfs", "xfs", "zfs")
 }
 """File systems that two hosts can't have mounted at once."""
 
@@ -52,6 +57,10 @@ _SHARED = re.compile(
     r"|pvfs2|smb[23]|smbfs|vboxsf|virtiofs|vmhgfs|weka(fs)?|fuse(\..*)?"
 )
 _FUSE_OF_THIS_HOST = frozenset({"fuse.fuse-overlayfs"})
+_COPYING = frozenset({"bcachefs", "nilfs2"})
+_IN_PLACE_SINCE = (6, 16)
+_GET_FLAGS, _SET_FLAGS, _COMPRESSED, _NOCOW = 0x80086601, 0x40086602, 0x4, 0x800000
+"""Of `linux/fs.h`: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_COMPR_FL, FS_NOCOW_FL."""
 
 
 class Mount(NamedTuple):
@@ -80,7 +89,8 @@ def mount_of(path: Path) -> Mount:
 
 
 def require_suitable(path: Path, kind: str) -> None:
-    """Raise TierUnusable for a file system that other hosts may share."""
+    """Raise TierUnusable for a file system that other hosts may share, or that kills processes
+    where it is full."""
     if _SHARED.fullmatch(kind) and kind not in _FUSE_OF_THIS_HOST:
         raise TierUnusable(
             f"{path} is on a file system of type {kind}, which other hosts may share or which "
@@ -88,6 +98,31 @@ def require_suitable(path: Path, kind: str) -> None:
             "folder on a disk of this host (ext4, XFS, Btrfs), and share blocks between hosts by "
             "a tier of type redis"
         )
+    linux = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    if kind in _COPYING or (kind == "btrfs" and linux < _IN_PLACE_SINCE):
+        raise TierUnusable(
+            f"{path} is on {kind}, which kills processes that have the tier's index open where it "
+            "is full; name a folder on ext4 or XFS, or on Btrfs with Linux 6.16"
+        )
+
+
+def write_in_place(path: Path) -> bool:
+    """Mark a folder, so that files that are made in it are written in place where their file system
+    would copy them; whether this folder or file is marked. False also where nothing can be."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        flags = struct.unpack("L", fcntl.ioctl(handle, _GET_FLAGS, bytes(8)))[0]
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            flags = flags & ~_COMPRESSED | _NOCOW
+            fcntl.ioctl(handle, _SET_FLAGS, struct.pack("L", flags))
+        return bool(flags & _NOCOW)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 LOCK_SECONDS = 1.0
@@ -130,6 +165,14 @@ class Folder:
                 "name a folder on a writable file system"
             ) from error
         self.check()
+        is_marked, place = write_in_place(self.path), self.path
+        if os.path.lexists(self.index_lock):
+            is_marked, place = write_in_place(self.index_lock), self.index_lock
+        if kind == "btrfs" and not is_marked:
+            raise TierUnusable(
+                f"{place} is not marked to be written in place (chattr +C); remove it while no "
+                "engine has the tier open, or name another folder"
+            )
         try:
             self.owners.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
