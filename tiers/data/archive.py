@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import xxhash
 import zstandard
@@ -90,7 +90,8 @@ class ArchiveReader:
         self._path = path
         self._file = path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
-        self._headers = xxhash.xxh3_64()
+        self.headers = xxhash.xxh3_64()
+        """The digest of the headers read so far, to go on with."""
         self.count = 0
         self.end = 0
         """Where the last whole frame that was read ends."""
@@ -131,7 +132,7 @@ class ArchiveReader:
                 return
             kind, packing, size, sum_ = _FRAME.unpack_from(front)
             if kind == _END:
-                self.is_whole = (size, sum_) == (self.count, self._headers.intdigest())
+                self.is_whole = (size, sum_) == (self.count, self.headers.intdigest())
                 return
             header_bytes = front[_FRAME.size :]
             offset = self.end + _FRAME.size + HEADER_BYTES
@@ -146,7 +147,7 @@ class ArchiveReader:
             if not _is_sound(header):
                 return
             yield Frame(header, packing == _ZSTD, offset, size)
-            self._headers.update(header_bytes)
+            self.headers.update(header_bytes)
             self.count += 1
             self.end = offset + size
 
@@ -168,11 +169,6 @@ class ArchiveReader:
     def _read(self, size: int, offset: int) -> bytes:
         self._file.seek(offset)
         return self._file.read(size)
-
-    @property
-    def headers(self) -> Any:
-        """The digest of the headers read so far, to go on with."""
-        return self._headers.copy()
 
     def close(self) -> None:
         self._file.close()
