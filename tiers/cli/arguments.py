@@ -178,12 +178,6 @@ def check_places(
         taken.add(file.resolve())
 
 
-def check_folder(folder: Path | None) -> None:
-    """Refuse a folder to work in that is none, before the work is done."""
-    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise refused(f"{folder}: it is no folder that can be written to; make it, or name another")
-
-
 @contextmanager
 def bar(
     text: str, total: float | None = None, completed: int = 0, auto_refresh: bool = True

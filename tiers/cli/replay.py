@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,6 @@ from tiers.cli.arguments import (
     SkipBadLines,
     TraceFile,
     bar,
-    check_folder,
     check_places,
     refused,
     say_other_model,
@@ -73,7 +73,8 @@ def replay(
     if profile is None:
         raise refused(f"no profile; make it: kvtiers bench tiers --chain {chain_file} --save FILE")
     check_places(json_file=json_file, keep=[trace, chain_file, profile])
-    check_folder(folder)
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise refused(f"{folder}: it is no folder that can be written to; make it, or name another")
     from spec.load import load_chain
     from tiers.errors import KVTiersError
     from tiers.traces.open_trace import open_trace
