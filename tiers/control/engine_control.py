@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -43,21 +43,18 @@ class Control:
         """`file`: the chain's, if it was read from one."""
         self._file = file
         self._scheduler = scheduler
-        self._server: ControlServer | None = None
-        self._is_closed = False
-        # Without it a socket that opens while the engine ends would stay.
-        self._lock = threading.Lock()
+        self._opening: Future[ControlServer | None] | None = None
         assert scheduler.changes is not None, "it has a chain"
         self._live = scheduler.changes
         self.board = StatusBoard(scheduler)
         self._changes = ChangeVerbs(self._live, self.board.saved)
         if chain.control is not None:
             try:
-                in_background(partial(self._open, chain.control), "control-open")
+                self._opening = in_background(partial(self._open, chain.control), "control-open")
             except RuntimeError as error:
                 logger.warning(_NO_SOCKET, error)
 
-    def _open(self, spec: ControlSpec) -> None:
+    def _open(self, spec: ControlSpec) -> ControlServer | None:
         folder = spec.folder or runtime_folder()
         verbs: dict[str, Verb] = {
             "status": self._status,
@@ -71,13 +68,9 @@ class Control:
             server = ControlServer(folder, spec.name, verbs)
         except (FolderRefused, OSError, RuntimeError) as error:
             logger.warning(_NO_SOCKET, error)
-            return
-        with self._lock:
-            self._server = server
-            if self._is_closed:
-                server.close()
-                return
+            return None
         logger.info("`kvtiers status` shows this engine as %s, in %s", server.engine, folder)
+        return server
 
     def _status(self, parameters: Mapping[str, Any]) -> Any:
         if parameters:
@@ -112,9 +105,12 @@ class Control:
         return answer(self._scheduler.explainer, parameters)
 
     def close(self) -> None:
-        """Remove the socket. Does not wait for clients."""
+        """Remove the socket, also one that is yet to open. Waits for nobody."""
         self._changes.close()
-        with self._lock:
-            self._is_closed = True
-            if self._server is not None:
-                self._server.close()
+        if self._opening is not None:
+            self._opening.add_done_callback(_close_opened)
+
+
+def _close_opened(opening: Future[ControlServer | None]) -> None:
+    if (server := opening.result()) is not None:
+        server.close()
