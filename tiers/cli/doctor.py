@@ -49,7 +49,7 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from tiers.doctor.examine import Engine, examine, load_in_time
+    from tiers.doctor.examine import examine, load_in_time
 
     if engine_args and model is None:
         raise refused("--engine-args needs --model")
@@ -65,10 +65,9 @@ def doctor(
             raise
         typer.echo(json.dumps({"problems": error.problems}, indent=1))
         raise typer.Exit(2) from None
-    engine = None if model is None else Engine(model, shlex.split(engine_args))
     # The engine opens the file again, which standard input can't be.
     file = chain_file if chain_file is not None and chain_file.is_file() else None
-    found = examine(chain, file, os.environ, engine)
+    found = examine(chain, file, os.environ, model, shlex.split(engine_args))
     if as_json:
         findings = [{"about": each.about, **asdict(each.finding)} for each in found]
         typer.echo(json.dumps({"findings": findings}, indent=1))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from spec.chain import ChainSpec, ControlSpec
 from spec.errors import describe_error
@@ -26,13 +25,6 @@ PLUGIN_SECONDS = 60.0
 """Limit for importing all plugins, of which each has 30 s."""
 
 
-class Engine(NamedTuple):
-    """The engine to be started: its model, and its other arguments."""
-
-    model: Path
-    arguments: Sequence[str] = ()
-
-
 def load_in_time(file: Path, seconds: float) -> ChainSpec:
     """Read a chain. Raises SpecError, and TimeoutError if it does not end: its file, or one that it
     names, may be on a mount that hangs."""
@@ -46,15 +38,17 @@ def examine(
     chain: ChainSpec | None,
     file: Path | None,
     environ: Mapping[str, str],
-    engine: Engine | None = None,
+    model: Path | None = None,
+    arguments: Sequence[str] = (),
     seconds: float = SECONDS,
 ) -> list[Found]:
     """All findings, the gravest first. `file`: where the chain is written, if a file has it.
-    `environ`: the engine's environment variables. `seconds`: for the machine, and for each tier."""
+    `environ`: the engine's environment variables. `model`, `arguments`: of the engine to be
+    started. `seconds`: for the machine, and for each tier."""
     checks = [_check("machine", partial(examine_machine, chain), seconds)]
     checks.append(_check("engine", partial(examine_engine, environ), seconds))
-    if engine is not None:
-        ask = partial(examine_model, engine, file, chain, environ)
+    if model is not None:
+        ask = partial(examine_model, model, arguments, file, chain, environ)
         checks.append(_check("engine", ask, ENGINE_SECONDS))
     elif chain is not None:
         checks.append(_check("engine", partial(examine_hashes, chain, environ), seconds))
@@ -111,7 +105,11 @@ def _examine_control(control: ControlSpec) -> Iterator[DoctorFinding]:
 
 
 def examine_model(
-    engine: Engine, file: Path | None, chain: ChainSpec | None, environ: Mapping[str, str]
+    model: Path,
+    arguments: Sequence[str],
+    file: Path | None,
+    chain: ChainSpec | None,
+    environ: Mapping[str, str],
 ) -> Iterator[DoctorFinding]:
     """Findings about what kvtiers makes of an engine, in a process of the check's own."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
@@ -123,9 +121,9 @@ def examine_model(
         )
         return
     try:
-        config = engine_config(engine.model, engine.arguments, file)
+        config = engine_config(model, arguments, file)
     except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
-        yield DoctorFinding("can't tell", f"vLLM makes no configuration of {engine.model}: {error}")
+        yield DoctorFinding("can't tell", f"vLLM makes no configuration of {model}: {error}")
         return
     yield from examine_settings(config)
     if chain is not None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from spec.load import load_chain
-from tiers.doctor.examine import Engine, examine_model
+from tiers.doctor.examine import examine_model
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     for line in sys.stdin:
         model, arguments, environ = json.loads(line)
         os.environ.update(environ)
-        found = examine_model(Engine(Path(model), arguments), chain, load_chain(chain), environ)
+        found = examine_model(Path(model), arguments, chain, load_chain(chain), environ)
         print("found", json.dumps([[each.gravity, each.found, each.change] for each in found]))
 
 
