@@ -26,7 +26,7 @@ from tiers.contract.marks import (
     RequestMark,
     RequestMarks,
 )
-from tiers.engine.digesting import Unknown, feed
+from tiers.engine.digesting import feed
 from tiers.engine.identity.digests import SETTLED_SECONDS, Stamp, stamp_of
 from tiers.engine.identity.weights import WEIGHTS, WITHOUT_EFFECT, links
 
@@ -157,7 +157,7 @@ def weights_digest(weights: Any) -> bytes:
     try:
         values = {name: value for name, value in vars(weights).items() if name != "id"}
         tensors = [*feed(digest, _plain(values))]
-    except (Unknown, TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         return b""
     return digest.digest() if tensors else b""
 

@@ -16,7 +16,6 @@ import torch
 
 from tiers.concurrency.executors import IoExecutor
 from tiers.contract.marks import MARK_BYTES
-from tiers.errors import KVTiersError
 
 THREADS = 4
 """Media digested at once: 0.4 to 2 GB/s each, by the processor."""
@@ -43,7 +42,7 @@ class _Job:
             for fed in feed(digest, {name: element.data for name, element in item.items()}):
                 has_tensors = True
                 yield fed
-        except (Unknown, AttributeError, TypeError, ValueError, RuntimeError):
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             # The item is of another shape, or has tensors without plain bytes.
             has_tensors = False
         self.digest = digest.digest()[:MARK_BYTES] if has_tensors else None
@@ -135,13 +134,10 @@ class Digester:
         job.answer.set_result(job.digest)
 
 
-class Unknown(KVTiersError):
-    """A value that does not show the content, such as the address where it is kept."""
-
-
 def feed(digest: Any, value: Any) -> Iterator[int]:
     """Feed a value to `digest`, other bytes for any other value; yields the bytes of each piece of
-    a tensor's content, one at least of each tensor."""
+    a tensor's content, one at least of each tensor. Raises TypeError for a value that does not show
+    its content, such as the address where that is kept."""
     for piece in _pieces(value):
         digest.update(piece)
         if isinstance(piece, memoryview):
@@ -152,7 +148,7 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
     """What stands for a value; views are of the content of tensors, which takes time to digest."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise Unknown
+            raise TypeError("the tensor is on a device")
         yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
         flat = value.detach().contiguous().flatten().view(torch.uint8).numpy().data
         for start in range(0, len(flat) or 1, PIECE):
@@ -169,7 +165,7 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
         text = repr(value).encode()
         yield f"{type(value).__name__} {len(text)};".encode() + text
     else:
-        raise Unknown
+        raise TypeError(f"what a {type(value).__name__} contains is not known")
 
 
 def _bytes_of(value: Any) -> int:
