@@ -18,7 +18,6 @@ from tiers.errors import KVTiersError
 
 if TYPE_CHECKING:
     from spec.offloading import StoreSpec
-    from tiers.data.garbage import Garbage
     from tiers.data.inspection import Group, Inspection
     from tiers.data.transfer import Transfer
     from tiers.data.verification import Progress, Verification
@@ -200,8 +199,8 @@ def gc(
         dropped = (0, 0)
         if delete and garbage:
             with _bar(f"{spec.tier_name} is cleaned") as progress:
-                dropped = remove_garbage(records, garbage, progress)
-        rows = [{**_group_json(one.group), "why": one.why} for one in garbage]
+                dropped = remove_garbage(records, [group for group, _ in garbage], progress)
+        rows = [{**_group_json(group), "why": why} for group, why in garbage]
         shown = {"garbage": rows, "dropped": dropped[0], "bytes": dropped[1]}
         return _Result(shown, [*_garbage_lines(spec.tier_name, garbage, dropped[0], delete)])
 
@@ -219,13 +218,13 @@ def _space(text: str) -> bytes:
 
 
 def _garbage_lines(
-    name: str, garbage: Sequence[Garbage], dropped: int, delete: bool
+    name: str, garbage: Sequence[tuple[Group, str]], dropped: int, delete: bool
 ) -> Iterator[str]:
     from spec.fields import format_size
 
-    for one in garbage:
-        size = f"{one.group.blocks:,} blocks, {format_size(one.group.bytes)}"
-        yield f"{name}: namespace {one.group.namespace.hex()}: {size}: {one.why}"
+    for group, why in garbage:
+        size = f"{group.blocks:,} blocks, {format_size(group.bytes)}"
+        yield f"{name}: namespace {group.namespace.hex()}: {size}: {why}"
     if not garbage:
         yield f"{name}: nothing to drop"
     elif delete:

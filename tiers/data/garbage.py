@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tiers.data.inspection import Group, Inspection
 from tiers.data.verification import Progress, silent
@@ -15,22 +14,14 @@ PAUSE = 0.005
 """Blocks dropped at once, and seconds between two steps, for engines that store meanwhile."""
 
 
-class Garbage(NamedTuple):
-    """Records to remove, and why."""
-
-    group: Group
-    why: str
-
-
 def find_garbage(
     found: Inspection, unused: float | None = None, namespaces: Sequence[bytes] = ()
-) -> list[Garbage]:
+) -> list[tuple[Group, str]]:
     """The groups that no engine can use for sure; those that none has opened or used for `unused`
-    seconds, as far as that is known; and those whose namespace begins as one of `namespaces`."""
+    seconds, as far as that is known; and those whose namespace begins as one of `namespaces`. Each
+    with the reason."""
     since = None if unused is None else time.time() - unused
-    return [
-        Garbage(group, why) for group in found.groups if (why := _why(group, since, namespaces))
-    ]
+    return [(group, why) for group in found.groups if (why := _why(group, since, namespaces))]
 
 
 def _why(group: Group, since: float | None, namespaces: Sequence[bytes]) -> str:
@@ -51,11 +42,11 @@ def _why(group: Group, since: float | None, namespaces: Sequence[bytes]) -> str:
 
 
 def remove_garbage(
-    records: StoredRecords, garbage: Sequence[Garbage], progress: Progress = silent
+    records: StoredRecords, groups: Sequence[Group], progress: Progress = silent
 ) -> tuple[int, int]:
     """Drop the records of these groups, and the notes of their namespaces; return how many, and
     their bytes. Raises what the tier raises; what is left is found again."""
-    wanted = {(one.group.namespace, one.group.payload_bytes) for one in garbage}
+    wanted = {(group.namespace, group.payload_bytes) for group in groups}
     count = size = 0
     for batch in _steps(records, wanted):
         records.drop(batch)
@@ -63,7 +54,7 @@ def remove_garbage(
         progress(count, size)
         time.sleep(PAUSE)
     for space in records.notes():
-        if any(space.startswith(one.group.namespace) for one in garbage):
+        if any(space.startswith(group.namespace) for group in groups):
             records.note(space, b"")
     return count, size
 
