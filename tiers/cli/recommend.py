@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from tiers.cli.arguments import (
     say_skipped,
     write_result,
 )
-from tiers.cli.tune import INTERRUPTED, Chains, Processes
+from tiers.cli.tune import INTERRUPTED, Chains, Processes, searched
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from tiers.traces.trace import Trace, TraceRequest
     from tiers.tuning.search.advice import Advice
     from tiers.tuning.search.budget import Budget
-    from tiers.tuning.search.search import Trials
-    from tiers.tuning.search.tune import Tuned, TuneOptions
+    from tiers.tuning.search.tune import Tuned
 
 Recorded = Annotated[
     Path | None,
@@ -103,7 +102,8 @@ def recommend(
         raise typer.Exit(1)
     given = _budget(budget, _known(file, present, asked, trace), asked)
     options = TuneOptions(chains, 60 * minutes, processes=processes, near_present=True)
-    found = _search(requests, trace, given, present, options)
+    with bar("simulating chains", options.limit, auto_refresh=False) as update:
+        found = searched(requests, trace, given, present, options, update)
     if found.is_cut_off:
         raise refused("interrupted before anything was judged", INTERRUPTED)
     advice = advise(found, requests, trace.header.block_tokens)
@@ -309,25 +309,7 @@ def _most(tier: OffloadingSpec, asked: Asked | None) -> int | None:
     return max(1, int(capacity), int(used) + spare // asked.engines)
 
 
-# -- the search and its result -------------------------------------------------------------------
-
-
-def _search(
-    requests: Sequence[TraceRequest],
-    trace: Trace,
-    budget: Budget,
-    present: ChainSpec,
-    options: TuneOptions,
-) -> Tuned:
-    from tiers.tuning.search.tune import tune
-
-    with bar("simulating chains", options.limit, auto_refresh=False) as update:  # they are forked
-
-        def show(trials: Trials) -> None:
-            total = max(options.limit, len(trials))
-            update(total=total, completed=len(trials), refresh=True)
-
-        return tune(requests, trace.header.block_tokens, budget, present, options, show)
+# -- the result ----------------------------------------------------------------------------------
 
 
 def _print(

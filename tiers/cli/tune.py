@@ -24,7 +24,7 @@ from tiers.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from spec.chain import ChainSpec
     from tiers.traces.trace import Trace, TraceRequest
@@ -112,7 +112,6 @@ def _search(
     processes: int,
 ) -> Tuned:
     from tiers.tuning.search.tune import TuneOptions
-    from tiers.tuning.search.tune import tune as run
 
     with bar("reading the trace", auto_refresh=False) as update:  # simulations are forked
         update(refresh=True)
@@ -120,16 +119,29 @@ def _search(
         say_other_model(trace, budget.machine)
         judge = None if other is None else _read(other, trace.header.block_tokens)
         seconds = None if minutes is None else minutes * 60
-        size = trace.header.block_tokens
-        asked = TuneOptions(chains, seconds, processes=processes, judge=judge)
-        began = time.monotonic()
+        options = TuneOptions(chains, seconds, processes=processes, judge=judge)
+        return searched(requests, trace, budget, present, options, update)
 
-        def show(trials: Trials) -> None:
-            text = _so_far(trials, asked, time.monotonic() - began)
-            total = max(chains, len(trials))
-            update(total=total, completed=len(trials), description=text, refresh=True)
 
-        return run(requests, size, budget, present, asked, show)
+def searched(
+    requests: Sequence[TraceRequest],
+    trace: Trace,
+    budget: Budget,
+    present: ChainSpec | None,
+    options: TuneOptions,
+    update: Callable[..., None],
+) -> Tuned:
+    """Search, and show how far it is by a bar's `update`. Forks."""
+    from tiers.tuning.search.tune import tune as run
+
+    began = time.monotonic()
+
+    def show(trials: Trials) -> None:
+        text = _so_far(trials, options, time.monotonic() - began)
+        total = max(options.limit, len(trials))
+        update(total=total, completed=len(trials), description=text, refresh=True)
+
+    return run(requests, trace.header.block_tokens, budget, present, options, show)
 
 
 def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
