@@ -49,7 +49,7 @@ class EncryptionSpec(BaseModel, frozen=True, extra="forbid"):
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
     """Read the keys from a file. Raises ValueError, whose text shows nothing of a key."""
-    lines = [line.strip() for line in Secret(file=str(path)).reveal().splitlines()]
+    lines = [line.strip() for line in Secret("file", str(path)).reveal().splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or not all(_KEY.fullmatch(key) for key in keys):
         raise ValueError(_HOW)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
@@ -19,30 +19,28 @@ _HOW = "write {file: /run/secrets/name} or {env: NAME}; a secret itself has no p
 
 @dataclass(frozen=True)
 class Secret:
-    """A reference to a secret, in a file or in an environment variable: exactly one is given."""
+    """A reference to a secret: the path of a file, or the name of an environment variable."""
 
-    file: str | None = None
-    env: str | None = None
+    kind: Literal["file", "env"]
+    name: str
 
     def reveal(self) -> str:
         """Read and return the secret, without the line end of a file. Raises ValueError, which
         shows nothing of a secret."""
-        if self.env is not None:
-            found = os.environ.get(self.env)
-            where = f"the environment variable {self.env}"
-            if found is None:
+        if self.kind == "env":
+            where = f"the environment variable {self.name}"
+            if (found := os.environ.get(self.name)) is None:
                 raise ValueError(f"set {where}, which is not set here")
         else:
-            where = f"the file {self.file}"
+            where = f"the file {self.name}"
             found = self._read(where).removesuffix("\n").removesuffix("\r")
         if not found or "\0" in found:
             raise ValueError(f"write the secret to {where}, which holds none")
         return found
 
     def _read(self, where: str) -> str:
-        assert self.file is not None
         try:
-            with open(self.file, "rb") as file:
+            with open(self.name, "rb") as file:
                 data = file.read(MAX_BYTES + 1)
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -62,12 +60,12 @@ def parse_secret(value: object) -> Secret:
         return value
     if not isinstance(value, Mapping) or len(value) != 1 or not {*value} <= {"file", "env"}:
         raise ValueError(_HOW)
-    [(kind, where)] = value.items()
-    if not isinstance(where, str) or not where.strip() or "\0" in where or "=" in where:
+    [(kind, name)] = value.items()
+    if not isinstance(name, str) or not name.strip() or "\0" in name or "=" in name:
         raise ValueError(_HOW)
-    if kind == "file" and not os.path.isabs(where):
+    if kind == "file" and not os.path.isabs(name):
         raise ValueError("write the file's whole path, like {file: /run/secrets/name}")
-    secret = Secret(**{kind: where})
+    secret = Secret(kind, name)
     secret.reveal()
     return secret
 
@@ -75,7 +73,7 @@ def parse_secret(value: object) -> Secret:
 SecretField = Annotated[
     Secret,
     PlainValidator(lambda value: checked(parse_secret, value, "a value not shown")),
-    PlainSerializer(lambda secret: {k: v for k, v in asdict(secret).items() if v is not None}),
+    PlainSerializer(lambda secret: {secret.kind: secret.name}),
     WithJsonSchema(
         {
             "type": "object",
