@@ -149,13 +149,13 @@ def import_(file: ChainFile, archive: ArchiveFile, tier: TierOption = None) -> N
         with _records(spec) as records:
             import_notes(reader, records)
     typer.echo(_transfer_line(spec.tier_name, report))
-    if not report.is_whole:
+    if not reader.is_whole:
         typer.echo(
             f"{archive}: it ends early, or is damaged at byte {reader.end:,}: export again, which "
             "goes on there, and import again",
             err=True,
         )
-    if report.damaged or report.refused or not report.is_whole:
+    if report.damaged or report.refused or not reader.is_whole:
         raise typer.Exit(1)
 
 

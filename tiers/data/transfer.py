@@ -22,9 +22,8 @@ from tiers.wrappers.opening import open_stored
 
 @dataclass
 class Transfer:
-    """What a transfer moved. `held`: were there already. `gone`: evicted meanwhile. `damaged`: left
-    out. `refused`: for want of room. `evicted`: to make room, of what was moved or there already.
-    `is_whole`: whether the archive has its end."""
+    """What a transfer moved. `held`: there already. `gone`: evicted meanwhile. `damaged`: left out.
+    `refused`: for want of room. `evicted`: to make room, of what was moved or there already."""
 
     moved: int = 0
     bytes: int = 0
@@ -33,7 +32,6 @@ class Transfer:
     damaged: int = 0
     refused: int = 0
     evicted: int = 0
-    is_whole: bool = True
 
 
 def key_marks(spec: StoreSpec) -> list[str]:
@@ -99,7 +97,7 @@ def import_archive(
     archive: ArchiveReader, spec: StoreSpec, progress: Progress = silent
 ) -> Transfer:
     """Put an archive's records into a tier under their own keys, in the form that they are stored
-    in. Raises what the tier raises; import again then."""
+    in, up to the archive's end, or to damage. Raises what the tier raises; import again then."""
     report = Transfer()
     stores: dict[int, TierStore] = {}
     scratches: dict[int, Scratch] = {}
@@ -117,7 +115,6 @@ def import_archive(
     finally:
         for store in stores.values():
             store.close()
-    report.is_whole = archive.is_whole
     return report
 
 
