@@ -17,15 +17,15 @@ BEGIN_SECONDS = 20.0
 MOST_SECONDS = 300.0
 """No change takes longer; an engine that hangs is left alone."""
 
-To = Annotated[
-    str | None,
-    typer.Option("--to", metavar="NAME", help="The engine, by its name or the beginning of it."),
-]
-
 
 def apply(
     chain: ChainFile,
-    engine: To = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="NAME", help="The engine, by its name or the beginning of it."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what it would do.")
     ] = False,

@@ -13,33 +13,29 @@ from tiers.cli.arguments import CHAIN, bar, check_places, refused
 MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
 """Facts that every profile has."""
 
-What = Annotated[str, typer.Argument(metavar="tiers", show_default=False)]
-Save = Annotated[Path, typer.Option(help="Write the profile here.")]
-Live = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TIER",
-        help="Measure this tier where engines keep their blocks, as a Redis can only be: "
-        "hundreds of MiB are stored there and dropped, for which a full store evicts as much.",
-    ),
-]
-BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
-KVBytes = Annotated[int | None, typer.Option(min=1, help="For a new profile, as are the next two.")]
-EngineCache = Annotated[str | None, typer.Option(help="KV that the engine keeps, like 40GB.")]
-PrefillRate = Annotated[
-    float | None, typer.Option(help="Prompt tokens that a GPU computes per second.")
-]
-
 
 def bench(
-    what: What,
+    what: Annotated[str, typer.Argument(metavar="tiers", show_default=False)],
     chain_file: Annotated[Path, CHAIN],
-    save: Save,
-    live: Live = None,
-    block_tokens: BlockTokens = 16,
-    kv_bytes_per_token: KVBytes = None,
-    engine_cache: EngineCache = None,
-    prefill_rate: PrefillRate = None,
+    save: Annotated[Path, typer.Option(help="Write the profile here.")],
+    live: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIER",
+            help="Measure this tier where engines keep their blocks, as a Redis can only be: "
+            "hundreds of MiB are stored there and dropped, for which a full store evicts as much.",
+        ),
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="For a new profile, as are the next two.")
+    ] = None,
+    engine_cache: Annotated[
+        str | None, typer.Option(help="KV that the engine keeps, like 40GB.")
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Prompt tokens that a GPU computes per second.")
+    ] = None,
 ) -> None:
     """Measure the tiers of a chain once, for replays and tuning. An existing profile keeps all
     else.

@@ -26,22 +26,19 @@ if TYPE_CHECKING:
     from tiers.tuning.curve_report import CurveReport
 
 
-Largest = Annotated[
-    str | None,
-    typer.Option(
-        help="Ask for no size beyond this one, like 4TB or a number of blocks. It bounds memory; "
-        "unset, every block of the trace is remembered."
-    ),
-]
-
-
 def curve(
     trace: TraceFile,
     chain_file: ChainOption = None,
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
     ] = None,
-    largest: Largest = None,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask for no size beyond this one, like 4TB or a number of blocks. It bounds "
+            "memory; unset, every block of the trace is remembered."
+        ),
+    ] = None,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,

@@ -34,40 +34,36 @@ if TYPE_CHECKING:
     from tiers.tuning.search.budget import Budget
     from tiers.tuning.search.tune import Tuned
 
-Recorded = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RECORDING",
-        help="A recording. Unset: what the engine itself has recorded since its start.",
-    ),
-]
-Given = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A budget's YAML, as for tune: prices, endurance, other media, limits, objective. "
-        "What it leaves out is as the engine measured it.",
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option(help="Write the chain's file with the changes to this file.")
-]
-Minutes = Annotated[float, typer.Option(min=0.01, help="Search for so long at most.")]
 AGREES = 0.1
 """Shares of tokens that differ by more are told: the engine counts from its start."""
 RECORD = "record: {path: /var/lib/kvtiers-trace}"
 
 
 def recommend(
-    recording: Recorded = None,
+    recording: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RECORDING",
+            help="A recording. Unset: what the engine itself has recorded since its start.",
+        ),
+    ] = None,
     engine: EngineName = None,
     folder: ControlFolder = None,
     chain: ChainOption = None,
-    budget: Given = None,
-    output: Output = None,
+    budget: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A budget's YAML, as for tune: prices, endurance, other media, limits, objective. "
+            "What it leaves out is as the engine measured it.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the chain's file with the changes to this file.")
+    ] = None,
     json_file: JsonFile = None,
     chains: Chains = 250,
-    minutes: Minutes = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Search for so long at most.")] = 5.0,
     processes: Processes = 2,
     skip_bad_lines: SkipBadLines = False,
 ) -> None:

@@ -30,37 +30,35 @@ if TYPE_CHECKING:
     from tiers.tuning.machine import Machine
     from tiers.tuning.report import Report
 
-Profile = Annotated[
-    Path | None, typer.Option(help="The machine's YAML or JSON, which kvtiers bench tiers makes.")
-]
-Warm = Annotated[float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")]
-Real = Annotated[
-    bool,
-    typer.Option(
-        "--real",
-        help="Serve it with real connectors and stores, in its own places. Unset: simulate the "
-        "chain's decisions and their time.",
-    ),
-]
-Most = Annotated[int | None, typer.Option(min=1, help="Replay only the first N requests.")]
-ScaleBytes = Annotated[
-    int, typer.Option(min=1, help="With --real: bytes of KV for each token on this machine.")
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="With --real: a folder for disk tiers. Unset: a temporary one."),
-]
-
 
 def replay(
     trace: TraceFile,
     chain_file: Annotated[Path, CHAIN],
-    profile: Profile = None,
-    real: Real = False,
-    warm: Warm = 0.0,
-    requests: Most = None,
-    scale: ScaleBytes = 8,
-    folder: Folder = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="The machine's YAML or JSON, which kvtiers bench tiers makes."),
+    ] = None,
+    real: Annotated[
+        bool,
+        typer.Option(
+            "--real",
+            help="Serve it with real connectors and stores, in its own places. Unset: simulate the "
+            "chain's decisions and their time.",
+        ),
+    ] = False,
+    warm: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")
+    ] = 0.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Replay only the first N requests.")
+    ] = None,
+    scale: Annotated[
+        int, typer.Option(min=1, help="With --real: bytes of KV for each token on this machine.")
+    ] = 8,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="With --real: a folder for disk tiers. Unset: a temporary one."),
+    ] = None,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,

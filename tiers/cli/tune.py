@@ -33,23 +33,8 @@ if TYPE_CHECKING:
     from tiers.tuning.search.tune import Tuned, TuneOptions
 
 
-BudgetFile = Annotated[
-    Path, typer.Option(help="The budget's YAML: media, machine, objective, constraints.")
-]
-Out = Annotated[Path | None, typer.Option(help="Write the chosen chain to this file.")]
 Chains = Annotated[
     int, typer.Option(min=20, help="Simulate this many chains at most in the search.")
-]
-Minutes = Annotated[
-    float | None, typer.Option(min=0.01, help="Search for so long at most, and take the best.")
-]
-Judge = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="OTHER_TRACE",
-        help="Judge what was found on this trace, of other traffic or another day, and search all "
-        "of TRACE.",
-    ),
 ]
 Processes = Annotated[int, typer.Option(min=1, max=64, help="Simulate in this many processes.")]
 
@@ -60,13 +45,24 @@ FEW = 8
 
 def tune(
     trace: TraceFile,
-    budget: BudgetFile,
+    budget: Annotated[
+        Path, typer.Option(help="The budget's YAML: media, machine, objective, constraints.")
+    ],
     chain_file: ChainOption = None,
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(help="Write the chosen chain to this file.")] = None,
     json_file: JsonFile = None,
     chains: Chains = 250,
-    minutes: Minutes = None,
-    judge: Judge = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Search for so long at most, and take the best.")
+    ] = None,
+    judge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER_TRACE",
+            help="Judge what was found on this trace, of other traffic or another day, and search "
+            "all of TRACE.",
+        ),
+    ] = None,
     processes: Processes = 2,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
