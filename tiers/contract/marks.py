@@ -55,11 +55,8 @@ class MediaMarks:
     """Marks of requests with media; for all tiers of an engine, on the scheduler's thread. These
     defaults are those of engines whose prompts are tokens alone."""
 
-    def expect(self, request: Request) -> None:
-        """A request has come: begin to find out what its media are."""
-
     def ready(self, request: Request) -> bool:
-        """Whether `of` answers at once."""
+        """Whether `of` answers at once; begin to find out what its media are."""
         return True
 
     def give_up(self, request: Request, *, late: bool = True) -> bool:
