@@ -297,7 +297,6 @@ class Chooser:
     def _stitch(self, question: _Question) -> Choice:
         loaders = [i for i in self._loaders if self._may_load(i, question)]
         blocks = self._blocks(question)
-        coverage = self._coverage_of(loaders, question)
         found = self._stitch_of(loaders, question, blocks)
         tokens = self._tokens(found, blocks)
         if tokens < question.loadable:
@@ -312,12 +311,12 @@ class Chooser:
         plan = self._stitched(found, tokens)
 
         def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> _Plan:
-            held = {i: coverage[i] for i in paces}
+            held = self._coverage_of(paces, question)
             found = shared(held, blocks, self._window, paces, last)
             return self._stitched(found, min(tokens, self._tokens(found, blocks)))
 
         if len(loaders) > 1:
-            plan = self._comparison.shared(coverage, plan, share)
+            plan = self._comparison.shared(loaders, plan, share)
         return plan.choice
 
     def _piecewise(self, question: _Question) -> Choice:

@@ -100,11 +100,8 @@ class LoadSharing:
 
     def ends(self, request_state: RequestState) -> None:
         """The request loads no more, or has finished."""
-        if (
-            request_state.load
-            and self._loaders.get(load := _load(request_state, request_state.load[0]))
-            is request_state
-        ):
+        load = _load(request_state, request_state.load[0] if request_state.load else b"")
+        if self._loaders.get(load) is request_state:
             del self._loaders[load]
         request_state.load, request_state.awaits = (), None
 

@@ -65,7 +65,6 @@ class OffloadingScheduler(SchedulerConnector):
         back."""
         self.load_cost = LoadCost(now, getattr(spec, "loads_at_once", LOADS_AT_ONCE))
         self._requests, self._now = requests, now
-        self._hit_source = spec.hit_source
         self._spec, self._opener = spec, opener
         admission = Admission(spec, now, len(chain.tiers) == 1, opener.size.step_blocks)
         tenants = Tenants(spec.tier_name, chain.tenants, chain.max_retained)
@@ -212,7 +211,7 @@ class OffloadingScheduler(SchedulerConnector):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[str, int]:
-        return {self._hit_source: num_external_tokens} if num_external_tokens else {}
+        return {self._spec.hit_source: num_external_tokens} if num_external_tokens else {}
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All: a load brings whatever the engine has a place for."""
@@ -257,8 +256,6 @@ class OffloadingScheduler(SchedulerConnector):
         return self._tier.request(request_state).lookup.timer.times
 
     def why_nothing(self, request: Request) -> str:
-        """Why the tier covers no block of a request: a word of `tiers.explain.accounts.REASONS`;
-        empty: it was asked, and has none."""
         here = self.manager.health()
         request_state = self._requests.get(request)
         tier_request = None if request_state is None else self._tier.request(request_state)
@@ -286,7 +283,6 @@ class OffloadingScheduler(SchedulerConnector):
             self.manager.prefetch_lookup(self._tier.request(request_state).lookup, keys)
 
     def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:
-        """How much of each of these blocks the tier could load; None: ask again."""
         requests, tier_request = self._requests, self._tier.request(request_state)
         timer = tier_request.lookup.timer
         if not self._tier.reads:
@@ -312,7 +308,6 @@ class OffloadingScheduler(SchedulerConnector):
         return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
 
     def version(self, request_state: RequestState) -> int | None:
-        """`coverage` of a request is the same while this is; None: it is not known."""
         tier_request = self._tier.request(request_state)
         if not self._tier.reads or tier_request.recompute:
             return DOWN

@@ -371,7 +371,6 @@ class StoreManager(TierManager):
         return []
 
     def clear(self, generation: bytes) -> None:
-        """Drop the blocks of a generation that is over, in the background."""
         self._clearing.clear(generation)
 
     def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:

@@ -84,8 +84,11 @@ class HostSlots:
         self._mover.bind(self._copier.cpus)
         self.checksums.bind(self._copier.cpus)
         self._kept = len(memory.rows)
-        self._log_fewer_slots()
         rows = memory.rows
+        # A shortage for which a host tier is refused is logged anyhow.
+        if self._shortage and not self._size.capacity and self.engine.rank == 0:
+            line = "staging has only %d slots for blocks in flight: %s"
+            logger.warning(line, len(rows), self._shortage)
         if len(rows) and not self._copier.pin:  # what is pinned is there already
             self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
 
@@ -107,15 +110,6 @@ class HostSlots:
                 why = self._describe(slots, str(error))
                 self._shortage = self._shortage or why
         return SlotMemory(0, self.payload_bytes, pin=False)
-
-    def _log_fewer_slots(self) -> None:
-        """Log a shortage if no host tier is refused for it, which would be logged anyhow."""
-        if self._shortage and not self._size.capacity and self.engine.rank == 0:
-            logger.warning(
-                "staging has only %d slots for blocks in flight: %s",
-                len(self.memory.rows),
-                self._shortage,
-            )
 
     def _check_room(self, slots: int, pin: bool, there: int = 0) -> None:
         """Raise TierUnusable unless memory is left for these slots, of which `there` bytes are
