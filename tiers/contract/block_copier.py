@@ -12,8 +12,12 @@ class Copy(Protocol):
     """A copy in flight."""
 
     def wait(self) -> None:
-        """Block until the bytes have arrived. Raises what made the copy fail, IndexError or
-        RuntimeError. Any thread may call it, and more than once."""
+        """Block until it has arrived. Raises what made it fail, IndexError or RuntimeError. Any
+        thread may call it, and more than once."""
+
+
+Fence = Copy
+"""A place in the engine's work, at which its device arrives."""
 
 
 class Gather(Copy, Protocol):
@@ -23,14 +27,6 @@ class Gather(Copy, Protocol):
         """Let whatever the engine begins from now on come after its blocks were read, on its device
         if that has an order of its own. Called by the engine's thread. Raises nothing: a gather
         that failed reads nothing."""
-
-
-class Fence(Protocol):
-    """A place in the engine's work."""
-
-    def wait(self) -> None:
-        """Block until the engine's device has come so far. RuntimeError: it failed. Any thread may
-        call it, and more than once."""
 
 
 class Ended:
