@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from spec.chain import StoreScope
 from tiers.concurrency.repeated_log import RepeatedLog
@@ -46,11 +46,7 @@ INSTEAD = {
 """Actions that others know and a chain does not obey, and what has their effect."""
 
 
-class _Action(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Retain(_Action):
+class Retain(BaseModel, frozen=True, extra="forbid", strict=True):
     """Keep the prompt's blocks from eviction."""
 
     ttl: float = Field(
@@ -61,11 +57,11 @@ class Retain(_Action):
     )
 
 
-class Demote(_Action):
+class Demote(BaseModel, frozen=True, extra="forbid", strict=True):
     """Let the prompt's blocks be evicted next, and retain them no more."""
 
 
-ACTIONS: Mapping[str, type[_Action]] = {"retain": Retain, "demote": Demote}
+ACTIONS: Mapping[str, type[BaseModel]] = {"retain": Retain, "demote": Demote}
 
 
 class Hints(NamedTuple):
