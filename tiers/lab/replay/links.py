@@ -161,11 +161,9 @@ class LinkedSpec(StoreSpec):
 
     @property
     def host_local(self) -> bool | None:
-        """As the tier."""
         return self.inner.host_local
 
     def open(self, site: StoreContext) -> TierStore:
-        """Open the tier's store and put it behind the link."""
         return LinkedStore(self.inner.open(site), self._link)
 
 

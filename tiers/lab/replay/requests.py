@@ -119,7 +119,6 @@ class TracedRequest(ReplayRequest):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt alone."""
         return self._prompt_tokens
 
     @property

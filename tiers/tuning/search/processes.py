@@ -162,5 +162,5 @@ def _serve(
 
 def _simulate(workload: Workload, machine: Machine, job: SimJob) -> Report:
     chain, end, start = job
-    part = workload.part(0.0, end)
+    part = workload.until(end)
     return simulate(part, workload.block_tokens, chain, machine, warm=start / end)

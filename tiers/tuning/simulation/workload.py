@@ -74,17 +74,11 @@ class Workload:
             answers,
         )
 
-    def part(self, start: float, stop: float) -> Workload:
-        """The requests from one fraction of all to another, such as the second half."""
-        some = slice(int(len(self) * start), int(len(self) * stop))
-        return replace(
-            self,
-            times=self.times[some],
-            tokens=self.tokens[some],
-            answers=self.answers[some],
-            prompts=self.prompts[some],
-            answer_paths=self.answer_paths[some],
-        )
+    def until(self, share: float) -> Workload:
+        """The requests up to this share of them, such as the first half."""
+        lists = ("times", "tokens", "answers", "prompts", "answer_paths")
+        count = int(len(self) * share)
+        return replace(self, **{name: getattr(self, name)[:count] for name in lists})
 
 
 def _path(
