@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -20,21 +20,14 @@ from tiers.codec import Encoder, decode
 Name = Literal["none", "zstd", "byteplanes", "auto"]
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Ratio, encoding and decoding of blocks of 2 MiB."""
     payload = _kv((64 << 10 if scale.smoke else 2 << 20) // 2)
     of = f"{len(payload) >> 10} KiB of bfloat16"
-    yield iter(
-        [
-            Case("codec", f"byteplanes, ratio, {of}", "x", _ratio(payload, "byteplanes"),
-                 peer=_ratio(payload, "zstd"), peer_name="zstd"),
-            Case("codec", f"byteplanes, encode {of}", "GB/s", _encoding(payload, "byteplanes"),
-                 peer=_encoding(payload, "zstd"), peer_name="zstd"),
-            Case("codec", f"byteplanes, decode {of}", "GB/s", _decoding(payload, "byteplanes"),
-                 peer=_decoding(payload, "zstd"), peer_name="zstd"),
-        ]
-    )  # fmt: skip
+    for what, unit, ours in (("ratio,", "x", _ratio), ("encode", "GB/s", _encoding),
+                             ("decode", "GB/s", _decoding)):  # fmt: skip
+        case, peer = f"byteplanes, {what} {of}", ours(payload, "zstd")
+        yield Case("codec", case, unit, ours(payload, "byteplanes"), peer=peer, peer_name="zstd")
 
 
 def _kv(elements: int) -> memoryview:

@@ -11,7 +11,7 @@ import ctypes
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -86,15 +86,9 @@ class Batch:
         return run
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Gather and scatter of 64 scattered blocks from 32 layers, and a whole load of them; then
     gather and scatter by block size."""
-    with ExitStack() as stack:
-        yield _all(scale, stack)
-
-
-def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     block_bytes = 64 << 10 if scale.smoke else 2 << 20
     batch = Batch(BLOCKS, block_bytes, stack)
     room = 2 * BLOCKS * slot_stride(block_bytes)

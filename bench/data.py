@@ -10,8 +10,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from bench.disk_limits import Lanes
@@ -44,14 +44,8 @@ while True:
 """
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Verifying beside a sequential read, loads beside verifying, and what scrubbing leaves."""
-    with ExitStack() as stack, closing(_all(scale, stack)) as found:
-        yield found
-
-
-def _all(scale: Scale, stack: ExitStack) -> Generator[Case, None, None]:
     size, count, damaged = (64 << 10, 24, 10) if scale.smoke else (1 << 20, 1250, 1000)
     tier = _Tier(scale.folder / "kv", size, count, stack)
     probe = scale.folder / "probe"

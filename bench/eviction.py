@@ -19,7 +19,7 @@ import heapq
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -124,13 +124,9 @@ def measure(
         yield {"percent": size, "slots": slots, **hits, "opt": optimum(prompts, slots)}
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """The suite: hits of each policy in percent of all blocks asked for, beside the optimum's."""
-    yield _cases(TRACE, 100 if scale.smoke else None)
-
-
-def _cases(trace: Path, requests: int | None) -> Iterator[Case]:
+    trace, requests = TRACE, 100 if scale.smoke else None
     if not trace.exists():
         why = f"there is no trace {trace.name} beside the checkout, in {trace.parent.name}/"
         for policy in POLICIES:

@@ -7,8 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -55,20 +54,14 @@ _NAMES = (
 )
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Gather and scatter, their effect on compute, and both by block size."""
-    if not torch.cuda.is_available():
-        yield chain(
-            (
-                Case("gpu", name, "", None, target=target, why="no CUDA device here")
-                for name, target in _NAMES
-            ),
-            stand_in_cases(SHAPES, 4 if scale.smoke else BLOCKS),
-        )
+    if torch.cuda.is_available():
+        yield from _all(scale, stack)
         return
-    with ExitStack() as stack:
-        yield _all(scale, stack)
+    for name, target in _NAMES:
+        yield Case("gpu", name, "", None, target=target, why="no CUDA device here")
+    yield from stand_in_cases(SHAPES, 4 if scale.smoke else BLOCKS)
 
 
 class Batch:

@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,6 @@ BATCHES = 4
 PEER = "vLLM fs"
 STEP_SECONDS = 0.0002
 _NUMBERS = itertools.count()
-
-
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
-    """By the size of blocks and of requests; what a restart keeps; the room that is taken."""
-    with closing(_all(scale)) as found:
-        yield found
 
 
 @dataclass(frozen=True)
@@ -68,16 +61,17 @@ SHAPES = Shape(4, 16, 2 << 20), Shape(1, 64, 2 << 20), Shape(16, 64, 64 << 10)
 SMOKE = (Shape(2, 4, 64 << 10),)
 
 
-def _all(scale: Scale) -> Generator[Case, None, None]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    """By the size of blocks and of requests; what a restart keeps; the room that is taken."""
     if not VllmFiles.installed():
         yield Case("inside", "store", "GB/s", None, why="vLLM is not installed")
         return
     folders = (scale.folder / f"{number}" for number in itertools.count())
     for shape in SMOKE if scale.smoke else SHAPES:
         for direct, targets in ((True, (2.0, 1.0)), (False, (None, None))):
-            with ExitStack() as stack:
-                ours = Tiering(shape, Ours(next(folders), shape), stack)
-                theirs = Tiering(shape, Files(next(folders), direct), stack)
+            with ExitStack() as inner:
+                ours = Tiering(shape, Ours(next(folders), shape), inner)
+                theirs = Tiering(shape, Files(next(folders), direct), inner)
                 yield from _beside(ours, theirs, "" if direct else ", buffered", targets)
     shape = SMOKE[0] if scale.smoke else SHAPES[0]
     yield from _kept(shape, folders)

@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -189,15 +189,9 @@ class Engine:
             time.sleep(STEP)
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """A store that takes 5 ms for a lookup, and a server asked for the blocks of eight ranks."""
     size = SMOKE if scale.smoke else Size()
-    with ExitStack() as stack:
-        yield _all(size, stack)
-
-
-def _all(size: Size, stack: ExitStack) -> Iterator[Case]:
     busy = _engine(_given(OneAtATime(), Pace()), FEW_BLOCKS, 1, PROMPTS, stack)
     far = Pace(lambda verb, _: LOOKUP if verb == "has" else 0.0)
     far_off = _engine(_given(AllHeld(), far), FEW_BLOCKS, 1, PROMPTS, stack)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -50,8 +50,8 @@ class Scale:
     blocks: int | None = None
 
 
-Suite = Callable[[Scale], AbstractContextManager[Iterator[Case]]]
-"""What a suite's module has as `cases`: a context manager, so that servers it starts are ended."""
+Suite = Callable[[Scale, ExitStack], Generator[Case, None, None]]
+"""What a suite's module has as `cases`; the stack ends what it starts."""
 
 
 def run(
@@ -67,7 +67,8 @@ def run(
         cases: Suite = import_module(f"bench.{name}").cases
         folder = scale.folder / name
         folder.mkdir()
-        with cases(replace(scale, folder=folder)) as found:
+        here = replace(scale, folder=folder)
+        with ExitStack() as stack, closing(cases(here, stack)) as found:
             for case in found:
                 note(f"{time.monotonic() - began:4.0f} s  {case.suite}: {case.case}")
                 rows.append(measure(case, 0 if scale.smoke else scale.rounds))

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from bench.main import Scale
@@ -181,14 +181,8 @@ class Files(Bench):
                 raise RuntimeError("a read was short")
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Stores, loads and look-ups. The smallest scale has a folder in place of a server."""
-    with ExitStack() as stack:
-        yield _all(scale, stack)
-
-
-def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     for payload_bytes in [64 << 10] if scale.smoke else [2 << 20, 64 << 10]:
         with ExitStack() as inner:
             settings = {"type": "shared", "path": scale.folder / "shared"}

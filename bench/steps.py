@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -317,17 +317,12 @@ class Worker:
         self._worker.shutdown()
 
 
-@contextmanager
-def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     """Steps by how much is under way, in the scheduler and on a worker."""
     size = SMOKE if scale.smoke else Size()
     keys = scale.folder / "keys"
     keys.write_text("ab" * 32 + "\n")
     keys.chmod(0o600)
-    yield _cases(size, keys)
-
-
-def _cases(size: Size, keys: Path) -> Iterator[Case]:
     one = partial(Case, "steps", unit="ms", of="ours", rounds=size.rounds)
     most = max(size.in_flight)
     for ranks in size.ranks:
