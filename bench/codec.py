@@ -6,15 +6,14 @@ ratios are near those of real KV, not the same (`tiers.codec` has those).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Literal
 
 import torch
 
 from bench.main import Scale
-from bench.report import Case, Measure
+from bench.report import Case, Measure, rate
 from tiers.codec import Encoder, decode
 
 Name = Literal["none", "zstd", "byteplanes", "auto"]
@@ -43,21 +42,12 @@ def _ratio(payload: memoryview, codec: Name) -> Measure:
     return lambda: len(payload) / len(Encoder(codec).encode(payload)[1])
 
 
-def _rate(payload: memoryview, work: Callable[[], object]) -> Measure:
-    def run() -> float:
-        began = time.perf_counter()
-        work()
-        return len(payload) / (time.perf_counter() - began) / 1e9
-
-    return run
-
-
 def _encoding(payload: memoryview, codec: Name) -> Measure:
     encoder = Encoder(codec)
-    return _rate(payload, lambda: encoder.encode(payload))
+    return rate(len(payload), lambda: encoder.encode(payload))
 
 
 def _decoding(payload: memoryview, codec: Name) -> Measure:
     number, stored = Encoder(codec).encode(payload)
     back = memoryview(bytearray(len(payload)))
-    return _rate(payload, lambda: decode(number, stored, back))
+    return rate(len(payload), lambda: decode(number, stored, back))

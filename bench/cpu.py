@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -18,7 +17,7 @@ import torch
 from bench.blocks import both_ways, sizes
 from bench.chain_load import ChainLoads
 from bench.main import Scale
-from bench.report import Case, Measure
+from bench.report import Case, Measure, rate
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import SlotMemory
@@ -77,13 +76,7 @@ class Batch:
 
     def rate(self, move: Callable[[], object]) -> Measure:
         """GB/s of moving all."""
-
-        def run() -> float:
-            began = time.perf_counter()
-            move()
-            return self.num_bytes / (time.perf_counter() - began) / 1e9
-
-        return run
+        return rate(self.num_bytes, move)
 
 
 def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
@@ -124,10 +117,4 @@ def memcpy(num_bytes: int) -> Measure:
     """One thread's copy of so many bytes, at once."""
     source = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.ones(num_bytes, dtype=torch.uint8)
-
-    def run() -> float:
-        began = time.perf_counter()
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes)
-        return num_bytes / (time.perf_counter() - began) / 1e9
-
-    return run
+    return rate(num_bytes, lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench.disk_limits import RawLoop
 from bench.disk_peers import FilePerBlock
-from bench.report import Measure
+from bench.report import Measure, rate
 from spec.offloading import StoreContext
 from tiers.block import NAMESPACE_BYTES, digest
 from tiers.disk.slab import Durability, Io, slot_bytes
@@ -48,14 +47,7 @@ class Bench:
 
     def rate(self, move: Callable[[], object], before: Callable[[], object] = int) -> Measure:
         """GB/s of moving one batch; `before` is not timed."""
-
-        def run() -> float:
-            before()
-            began = time.perf_counter()
-            move()
-            return self.num_bytes / (time.perf_counter() - began) / 1e9
-
-        return run
+        return rate(self.num_bytes, move, before)
 
     def tier(self, io: Io, durability: Durability = "none", apart: bool = False) -> Tier:
         """A full tier; `apart`: another process stores."""

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from bench.main import Scale
-from bench.report import Case, Measure
+from bench.report import Case, Measure, rate
 from spec.offloading import StoreContext
 from tests.support.object_servers import HttpFront, SeaweedCluster, weed
 from tiers.block import digest
@@ -63,13 +63,7 @@ class Bench(ABC):
         self._names: list[str] = []
 
     def rate(self, move: Callable[[], object], before: Callable[[], object]) -> Measure:
-        def run() -> float:
-            before()
-            began = time.perf_counter()
-            move()
-            return self._bytes / (time.perf_counter() - began) / 1e9
-
-        return run
+        return rate(self._bytes, move, before)
 
     def new_keys(self) -> None:
         self._keys = [os.urandom(48) for _ in self._payloads]

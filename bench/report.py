@@ -14,9 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from bench.sampling import Sampler
+from tiers.timed import timed
 
 Measure = Callable[[], float]
 """Runs once and says how fast it was, in the case's unit."""
+
+
+def rate(num_bytes: int, move: Callable[[], object], before: Callable[[], object] = int) -> Measure:
+    """GB/s of what moves so many bytes; `before` is not timed."""
+
+    def run() -> float:
+        before()
+        return num_bytes / timed(move)[0] / 1e9
+
+    return run
 
 
 @dataclass(frozen=True)
