@@ -112,7 +112,6 @@ class ReplayEngine:
         self.scheduler = self._open_scheduler(pool, info)
         self._aggregator = _Aggregator(info.world_size)
         self._in_flight: deque[Computed] = deque()
-        self._sampled: dict[str, int] = {}
         self._ids = itertools.count()
 
     def _open_scheduler(self, pool: BlockPool, info: EngineInfo) -> ReplayScheduler:
@@ -154,7 +153,7 @@ class ReplayEngine:
             step = self.scheduler.plan()
             for work in step.work:
                 if len(work.tokens) < step.num_scheduled_tokens[work.request_id]:
-                    work.tokens.append(self._sampled[work.request_id])
+                    work.tokens.append(self._in_flight[-1][2][work.request_id])
             self.begin(step)
             self._in_flight.append(self.compute(step))
             computes = bool(step.work)
@@ -182,12 +181,12 @@ class ReplayEngine:
     def compute(self, step: Step) -> Computed:
         """End a step on all ranks: its tokens are computed."""
         outputs = [worker.end(step) for worker in self.workers]
-        self._sampled = {
+        sampled = {
             work.request_id: sum(o.sums[work.request_id] for o in outputs) % VOCABULARY
             for work in step.work
             if work.samples
         }
-        return step, self._aggregator.aggregate(outputs), self._sampled
+        return step, self._aggregator.aggregate(outputs), sampled
 
     def take_stats(self) -> Mapping[str, Measures]:
         """The chain's measures since the last call, which `stats` sums."""

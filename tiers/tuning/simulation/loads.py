@@ -224,8 +224,7 @@ class Loads:
         if plan is None:
             return known, now
         tiers, late = self._tiers, now + min(self._max_wait, verdict.within)
-        run = prompt.place[0]
-        path = prompt.path if run == prompt.path[0] else prompt.path[prompt.path.index(run) :]
+        path = prompt.path[prompt.path.index(prompt.place[0]) :]
         end, arrived = now, {}
         for place, tokens in parts.items():
             tiers[place].space.touch(path)
