@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,41 +64,35 @@ class TraceModel(ReplayModel):
         return (numbers * 1_000_003)[:, None] + np.arange(self.width, dtype=np.int64)
 
 
-@dataclass
-class TimedJobs:
-    """Jobs of one tier in flight on the worker, by their ids; `loads`: until when each may take."""
+class TierJobs:
+    """Jobs of one tier in flight on the worker, by their ids; `loads`: until when each may take.
+    Stores in host memory, whose tier has a `link` here, are gathered already, and reported once
+    they have passed it."""
 
-    loads: dict[int, float] = field(default_factory=dict)
-    stores: set[int] = field(default_factory=set)
-
-    def end(self, report: OffloadingWorkerMetadata | None) -> None:
-        """These jobs have ended."""
-        if report is not None:
-            for job_id in report.jobs:
-                self.loads.pop(job_id, None)
-            self.stores -= report.jobs.keys()
-
-
-class Passing:
-    """Stores of a tier in host memory: gathered already, and reported once they have passed the
-    tier's link."""
-
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link | None) -> None:
+        self.loads: dict[int, float] = {}
+        self.stores: set[int] = set()
         self._link = link
         # They pass in order. The first of a `dict` is found slowly after many deletions.
         self._moments: OrderedDict[int, float] = OrderedDict()
         self._results: dict[int, JobResult] = {}
 
-    def begin(self, orders: OffloadingConnectorMetadata, now: float) -> None:
-        """These stores wait for all that came before."""
+    def store(self, orders: OffloadingConnectorMetadata, now: float) -> None:
+        """These stores begin, and wait for all that came before."""
         for job in orders.reqs_to_store:
-            self._moments[job.job_id] = self._link.stored_at(len(job.items), now)
+            self.stores.add(job.job_id)
+            if self._link is not None:
+                self._moments[job.job_id] = self._link.stored_at(len(job.items), now)
 
-    def hold(
+    def end(
         self, report: OffloadingWorkerMetadata | None, now: float
     ) -> OffloadingWorkerMetadata | None:
-        """The tier's report, of the stores that have passed in place of those that it names."""
+        """The jobs of a report have ended: the report, of the stores that have passed the link in
+        place of those that wait for it."""
         jobs = report.jobs if report is not None else {}
+        for job_id in jobs:
+            self.loads.pop(job_id, None)
+        self.stores -= jobs.keys()
         for job_id in jobs.keys() & self._moments.keys():
             self._results[job_id] = jobs.pop(job_id)
         while self._moments:
@@ -109,9 +104,10 @@ class Passing:
             report.jobs[job_id] = self._results.pop(job_id)
         return report
 
-    def next_end(self) -> float | None:
-        """When the next of them has passed."""
-        return next(iter(self._moments.values()), None)
+    def ends(self, now: float) -> Iterator[float]:
+        """When the next store has passed the link, and when loads have had their time."""
+        yield from islice(self._moments.values(), 1)
+        yield from (until for until in self.loads.values() if now < until < math.inf)
 
 
 class TimedWorker(LocalWorker):
@@ -130,8 +126,7 @@ class TimedWorker(LocalWorker):
         self._half, self._clock, self._trace_model = half, clock, model
         # numpy needs no threads for so few bytes; the array is the tensor's memory.
         self._pages = next(iter(self.kv.values())).numpy()[:, 0]
-        self._passing = {place: Passing(link) for place, link in links.items()}
-        self._jobs = [TimedJobs() for _ in half.children]
+        self._jobs = [TierJobs(links.get(place)) for place in range(len(half.children))]
         self._nothing = MultiConnectorMetadata(
             tuple(OffloadingConnectorMetadata() for _ in half.children), {}
         )
@@ -161,9 +156,7 @@ class TimedWorker(LocalWorker):
         self._half.wait_for_save()
         self._half.clear_connector_metadata()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):
-            jobs.stores.update(job.job_id for job in part.reqs_to_store)
-        for place, passing in self._passing.items():
-            passing.begin(orders.metadata[place], self._clock.now())
+            jobs.store(part, self._clock.now())
         return output
 
     def _forward(self, step: Step) -> dict[str, int]:
@@ -193,10 +186,7 @@ class TimedWorker(LocalWorker):
         """When the next store in host memory has passed its link, or a load has had its time; None:
         none is in flight."""
         now = self._clock.now()
-        stores = (passing.next_end() for passing in self._passing.values())
-        loads = (until for jobs in self._jobs for until in jobs.loads.values() if until > now)
-        moments = (end for end in (*stores, *loads) if end is not None and end < math.inf)
-        return min(moments, default=None)
+        return min((end for jobs in self._jobs for end in jobs.ends(now)), default=None)
 
     @property
     def _threads(self) -> int:
@@ -212,10 +202,8 @@ class TimedWorker(LocalWorker):
         self._half.clear_connector_metadata()
         report = output.kv_connector_worker_meta
         parts = list(report.metadata) if report is not None else [None] * len(self._jobs)
-        for jobs, part in zip(self._jobs, parts, strict=True):
-            jobs.end(part)
-        for place, passing in self._passing.items():
-            parts[place] = passing.hold(parts[place], self._clock.now())
+        now = self._clock.now()
+        parts = [jobs.end(part, now) for jobs, part in zip(self._jobs, parts, strict=True)]
         is_silent = all(part is None for part in parts)
         output.kv_connector_worker_meta = None if is_silent else MultiWorkerMetadata(tuple(parts))
         return output
