@@ -68,9 +68,9 @@ class Spans:
         account = attributes(self._accounts.of(notes), self._accounts.block_tokens)
         began, ended = notes.began, notes.ended_at or notes.began
         span = self._tracer.start_span(
-            NAME, context=_context(notes.trace), start_time=_ns(began), attributes=account
+            NAME, context=_context(notes.trace), start_time=int(began * 1e9), attributes=account
         )
-        span.end(end_time=_ns(ended))
+        span.end(end_time=int(ended * 1e9))
 
 
 def attributes(account: Mapping[str, Any], block_tokens: int) -> dict[str, Attribute]:
@@ -102,7 +102,3 @@ def _context(headers: Mapping[str, str] | None) -> Any:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract(headers or {}, Context())
-
-
-def _ns(seconds: float) -> int:
-    return int(seconds * 1e9)
