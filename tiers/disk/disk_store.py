@@ -157,7 +157,9 @@ class DiskStore(Capable):
     def clear(self, namespace: bytes) -> bool:
         """Drop some of a namespace's blocks, for all processes on the folder, in one short edit."""
         with self._folder.in_use() as folder:
-            index_keys = folder.index.starting_with(index_key_prefix(namespace), _CLEAR_BATCH)
+            beginning = index_key_prefix(namespace)
+            rows = folder.index.rows(beginning, _CLEAR_BATCH)
+            index_keys = [key for key, _ in rows if key.startswith(beginning)]
             folder.drop(index_keys)
             return len(index_keys) == _CLEAR_BATCH
 

@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,13 +290,6 @@ class Index:
         """Say for each key whether it is live. Reads mapped memory and takes no lock."""
         with self.begin("blocks") as txn:
             return [txn.get(key) is not None for key in keys]
-
-    def starting_with(self, beginning: bytes, most: int) -> list[bytes]:
-        """The first `most` live keys that begin with these bytes."""
-        with self.begin("blocks") as txn:
-            keys = txn.cursor()
-            found = islice(keys.iternext(values=False), most) if keys.set_range(beginning) else ()
-            return [*takewhile(lambda key: key.startswith(beginning), found)]
 
     def rows(self, after: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """The first `limit` live blocks after key `after`, in the order of their keys."""
