@@ -201,8 +201,12 @@ class RedisSpec(StoreSpec):
         from tiers.errors import TierUnusable
         from tiers.remote.pools import ConnectionSettings
 
+        url = self.url
         try:
-            return ConnectionSettings(self._url_with_login(), self._tls_context())
+            if self.password is not None:
+                secret = SecretStr(self.password.reveal())
+                url = replace(url, username=self.username, password=secret)
+            return ConnectionSettings(url, self._tls_context())
         except ValueError as error:
             raise TierUnusable(str(error)) from None
 
@@ -215,13 +219,6 @@ class RedisSpec(StoreSpec):
         cert_file = None if self.tls is None else self.tls.cert_file
         names = self.username or "default", self.key_prefix, cert_file
         return examine(ExaminedTier(self.connection(), self.timeout, self.ttl, *names, opened))
-
-    def _url_with_login(self) -> RedisUrl:
-        """The URL with the user and password of `username` and `password`. Raises ValueError."""
-        if self.password is None:
-            return self.url
-        secret = SecretStr(self.password.reveal())
-        return replace(self.url, username=self.username, password=secret)
 
     def _tls_context(self) -> SSLContext | None:
         """The TLS of connections, or None. Raises ValueError for an unreadable file."""
