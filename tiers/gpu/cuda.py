@@ -139,15 +139,12 @@ class CudaCopier:
 
     def fence(self) -> _Place:
         """The place after all that the engine queued on its stream."""
-        return _Place(self._mark_engine(), self._device)
-
-    def _mark_engine(self) -> torch.cuda.Event:
-        return mark(torch.cuda.current_stream(self._device))
+        return _Place(mark(torch.cuda.current_stream(self._device)), self._device)
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> _Queued:
         """Begin copying behind the engine's work so far; the engine fences the blocks' reuse."""
-        args = list(blocks), rows, list(slots), self._mark_engine()
-        queued = self._thread.submit(self._gather, *args)
+        after = mark(torch.cuda.current_stream(self._device))
+        queued = self._thread.submit(self._gather, list(blocks), rows, list(slots), after)
         if self._in_step:
             wait([queued])
         return _Queued(queued, self._out, self._device)

@@ -143,7 +143,7 @@ class Upkeep:
         widen_affinity()
         while not self._stopped.is_set():
             try:
-                while self._round():
+                while True in [self._step(duty) for duty in self._duties]:
                     self._stopped.wait(PAUSE_S)
             except TierError as error:
                 # Logged once; verbs that meet the same error are counted.
@@ -157,10 +157,6 @@ class Upkeep:
             else:
                 self._failing = False
             self._stopped.wait(EVERY_S)
-
-    def _round(self) -> bool:
-        more = [self._step(duty) for duty in self._duties]
-        return any(more)
 
     def _step(self, duty: Duty) -> bool:
         with self._stepping:
