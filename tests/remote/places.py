@@ -80,7 +80,7 @@ class Place:
 
     def kept(self, capacity: int) -> KeptBucket:
         """Its packs, kept below a capacity by a thread."""
-        return KeptBucket(self.bucket(), self.keeper(capacity, time.monotonic))
+        return KeptBucket(self.bucket(), capacity, self.terms(), self.pace)
 
     def fill(self, ages: Sequence[float]) -> list[Path]:
         """Put a pack for each of these ages, in seconds."""

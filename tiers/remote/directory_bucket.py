@@ -46,8 +46,7 @@ from tiers.remote.directory_files import (
     unlink,
 )
 from tiers.remote.directory_upkeep import DirectoryTerms, PacksAndLeftovers
-from tiers.remote.evictor import Evictor, KeptBucket, Pace, Pause
-from tiers.remote.lease import Lease
+from tiers.remote.evictor import KeptBucket, Pace, Pause
 from tiers.store import time_left
 
 PIECE_BYTES = 1 << 20
@@ -185,13 +184,10 @@ class DirectoryBucket:
 
 
 def kept_directory(path: Path, capacity: int | None) -> KeptBucket:
-    """One that is kept below a capacity, in bytes, with all processes that have it open; None: only
-    what dead writers left is removed. Raises as `DirectoryBucket`, and RuntimeError where a thread
-    can't be had."""
+    """One that is kept below a capacity. Raises as `DirectoryBucket` and `KeptBucket`."""
     bucket = DirectoryBucket(path)
-    pace = UNBOUNDED_PACE if capacity is None else PACE
-    lease = Lease(DirectoryTerms(str(path), bucket.mode), pace.beat)
-    return KeptBucket(bucket, Evictor(bucket, capacity, lease, pace))
+    terms = DirectoryTerms(str(path), bucket.mode)
+    return KeptBucket(bucket, capacity, terms, UNBOUNDED_PACE if capacity is None else PACE)
 
 
 class _Uses:

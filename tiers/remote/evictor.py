@@ -34,7 +34,7 @@ from spec.offloading import StoreContext
 from tiers.block import Buffer
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierError, TierFull, TierRefused, TierUnusable
-from tiers.remote.lease import Count, Lease
+from tiers.remote.lease import Count, Lease, Terms
 from tiers.remote.packs.bucket import Bucket, Listed
 from tiers.remote.packs.pack import record_start
 
@@ -310,10 +310,12 @@ def require_room(place: str, capacity: int | None, site: StoreContext) -> None:
 class KeptBucket:
     """A `Bucket` that is kept below a capacity, with all processes that have it open."""
 
-    def __init__(self, bucket: Bucket, evictor: Evictor) -> None:
-        """Both are its own. Raises RuntimeError where a thread can't be had."""
-        self._bucket, self._evictor = bucket, evictor
-        self._end_upkeep = evictor.start()
+    def __init__(self, bucket: Bucket, capacity: int | None, terms: Terms, pace: Pace) -> None:
+        """`bucket` is its own. `capacity` in bytes; None: only what dead writers left is removed.
+        Raises RuntimeError where a thread can't be had."""
+        self._bucket = bucket
+        self._evictor = Evictor(bucket, capacity, Lease(terms, pace.beat), pace)
+        self._end_upkeep = self._evictor.start()
         self.read, self.delete, self.list = bucket.read, bucket.delete, bucket.list
         self.describe = bucket.describe
 

@@ -130,11 +130,12 @@ class ObjectSpec(StoreSpec):
         bucket = self._bucket(site.payload_bytes)
         if self.capacity is None:
             return self._over(bucket, site.payload_bytes)
-        from tiers.remote.evictor import require_room
-        from tiers.remote.object_upkeep import kept_objects
+        from tiers.remote.evictor import KeptBucket, require_room
+        from tiers.remote.object_upkeep import PACE, ObjectTerms
 
         require_room(self.url, self.capacity, site)
-        return self._over(kept_objects(bucket, self.capacity), site.payload_bytes)
+        kept = KeptBucket(bucket, self.capacity, ObjectTerms(bucket), PACE)
+        return self._over(kept, site.payload_bytes)
 
     def marks(self) -> BucketMarks:
         from tiers.remote.packs.marks import BucketMarks

@@ -11,8 +11,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from tiers.errors import TierError, TierFull
-from tiers.remote.evictor import Evictor, KeptBucket, Pace, Pause
-from tiers.remote.lease import FOLDER, NOTE_BYTES, Lease, name_of, terms_of
+from tiers.remote.evictor import Pace, Pause
+from tiers.remote.lease import FOLDER, NOTE_BYTES, name_of, terms_of
 from tiers.remote.obstore_bucket import ObstoreBucket
 
 PACE = Pace(beat=30.0, usual=Pause(60.0, 4.0), full=Pause(10.0, 1.0), deletes=1000)
@@ -44,10 +44,3 @@ class ObjectTerms:
         with suppress(TierFull):  # nobody else can take it either, and packs must go
             self._bucket.replace(name_of(term), note)
         return True
-
-
-def kept_objects(bucket: ObstoreBucket, capacity: int) -> KeptBucket:
-    """A bucket that is kept below a capacity, in bytes, with all processes that have it open.
-    Raises RuntimeError where a thread can't be had."""
-    lease = Lease(ObjectTerms(bucket), PACE.beat)
-    return KeptBucket(bucket, Evictor(bucket, capacity, lease, PACE))
