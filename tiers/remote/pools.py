@@ -170,12 +170,11 @@ class _Bounded:
 
     def _connect(self) -> socket.socket:
         plain: socket.socket = super()._connect()  # type: ignore[misc]
-        return plain if self._tls is None else self._wrapped(plain, self._tls)
-
-    def _wrapped(self, plain: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        if self._tls is None:
+            return plain
         try:
             plain.settimeout(self.socket_connect_timeout)  # of the whole handshake
-            return tls.wrap_socket(plain, server_hostname=self.host)
+            return self._tls.wrap_socket(plain, server_hostname=self.host)
         except OSError as error:
             plain.close()
             raise OSError(_why_no_tls(error)) from None
