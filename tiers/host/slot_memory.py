@@ -285,17 +285,16 @@ class Prefault:
 
     def _run(self) -> None:
         widen_affinity()
-        while self._has_work():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self.done < self._wanted)
+                if self._is_closed:
+                    return
             size = min(_STEP, self._length - self.done)
             if _madvise(self._address + self.done, size, MADV_POPULATE_WRITE) != 0:
                 return
             with self._changed:  # the range may have been cut meanwhile
                 self.done = min(self.done + size, self._length)
-
-    def _has_work(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self.done < self._wanted)
-            return not self._is_closed
 
     def close(self) -> None:
         """End the thread, which takes milliseconds. Idempotent."""
