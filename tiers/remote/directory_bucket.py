@@ -166,9 +166,6 @@ class DirectoryBucket:
     def describe(self) -> str:
         return self._path
 
-    def warning(self) -> str:
-        return ""
-
     def close(self) -> None:
         """No file stays open between calls."""
 

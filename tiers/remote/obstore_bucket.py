@@ -223,9 +223,6 @@ class ObstoreBucket:
     def describe(self) -> str:
         return self._place
 
-    def warning(self) -> str:
-        return ""
-
     def close(self) -> None:
         """obstore's store goes with its last user."""
 

@@ -47,8 +47,5 @@ class Bucket(Protocol):
     def describe(self) -> str:
         """Its place, without a secret."""
 
-    def warning(self) -> str:
-        """What keeps it from what its settings ask for; empty: nothing. Without I/O."""
-
     def close(self) -> None:
         """Release every resource. Idempotent; calls may be in flight."""

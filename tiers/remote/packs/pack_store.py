@@ -33,7 +33,7 @@ from tiers.remote.packs.pack import (
 )
 from tiers.remote.packs.search import Found, Span
 from tiers.remote.stream import SLOWEST, Deadline
-from tiers.store import Block, PutCounts, time_left
+from tiers.store import Block, PutCounts, Warns, time_left
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class PackStore:
         self._bucket.read(name_of(bytes(17)), 0, [memoryview(bytearray(INDEX_BYTES))])
 
     def warning(self) -> str:
-        return self._bucket.warning()
+        return self._bucket.warning() if isinstance(self._bucket, Warns) else ""
 
     def describe(self) -> str:
         return f"{self._bucket.describe()}, {self._pack_blocks} blocks a pack"
