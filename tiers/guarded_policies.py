@@ -54,15 +54,11 @@ class GuardedEviction(EvictionPolicy):
     def __init__(
         self, policy: type[EvictionPolicy], capacity: int, default: EvictionPolicy, name: str
     ) -> None:
-        self._asked = _Asked(lambda: _with_queues(policy(capacity)), default, name)
-        self.queues = 1 if self._asked.policy is None else self._asked.policy.queues  # type: ignore[misc]
-
-    def warning(self) -> str:
-        """See `Warns`."""
-        return self._asked.warning
+        self.asked = _Asked(lambda: _with_queues(policy(capacity)), default, name)
+        self.queues = 1 if self.asked.policy is None else self.asked.policy.queues  # type: ignore[misc]
 
     def resize(self, capacity: int) -> None:
-        self._asked.ask(lambda policy: policy.resize(capacity), None)
+        self.asked.ask(lambda policy: policy.resize(capacity), None)
 
     def enter(self, key: bytes) -> int:
         return self._queue(lambda policy: policy.enter(key))
@@ -72,15 +68,15 @@ class GuardedEviction(EvictionPolicy):
 
     def next(self, lengths: Sequence[int]) -> int:
         last = max(queue for queue, length in enumerate(lengths, 1) if length)
-        if self._asked.policy is None:
+        if self.asked.policy is None:
             return last
-        return self._asked.ask(lambda policy: _of(lengths, policy.next(lengths)), last)
+        return self.asked.ask(lambda policy: _of(lengths, policy.next(lengths)), last)
 
     def evicted(self, key: bytes, queue: int) -> None:
-        self._asked.ask(lambda policy: policy.evicted(key, queue), None)
+        self.asked.ask(lambda policy: policy.evicted(key, queue), None)
 
     def _queue(self, choose: Callable[[EvictionPolicy], int]) -> int:
-        return self._asked.ask(lambda policy: _within(self.queues, choose(policy)), 1)
+        return self.asked.ask(lambda policy: _within(self.queues, choose(policy)), 1)
 
 
 class GuardedAdmission(AdmissionPolicy):
@@ -89,27 +85,23 @@ class GuardedAdmission(AdmissionPolicy):
     def __init__(
         self, policy: type[AdmissionPolicy], default: AdmissionPolicy, threshold: int, name: str
     ) -> None:
-        self._asked = _Asked(lambda: policy(threshold), default, name)
+        self.asked = _Asked(lambda: policy(threshold), default, name)
         super().__init__(threshold)
-
-    def warning(self) -> str:
-        """See `Warns`."""
-        return self._asked.warning
 
     @property
     def threshold(self) -> int:
-        return self._asked.default.threshold
+        return self.asked.default.threshold
 
     @threshold.setter
     def threshold(self, threshold: int) -> None:
-        self._asked.default.threshold = threshold
-        self._asked.ask(lambda policy: setattr(policy, "threshold", threshold), None)
+        self.asked.default.threshold = threshold
+        self.asked.ask(lambda policy: setattr(policy, "threshold", threshold), None)
 
     def admits(self, key: bytes) -> bool:
-        return self._asked.ask(lambda policy: _is_bool(policy.admits(key)), True)
+        return self.asked.ask(lambda policy: _is_bool(policy.admits(key)), True)
 
     def stored(self, key: bytes) -> None:
-        self._asked.ask(lambda policy: policy.stored(key), None)
+        self.asked.ask(lambda policy: policy.stored(key), None)
 
 
 def _with_queues(policy: EvictionPolicy) -> EvictionPolicy:

@@ -148,7 +148,7 @@ class SlotResidency:
 
     def warning(self) -> str:
         """What became of a plugin's policy; see `Warns`."""
-        return self._policy.warning() if isinstance(self._policy, GuardedEviction) else ""
+        return self._policy.asked.warning if isinstance(self._policy, GuardedEviction) else ""
 
     def _used(self, slots: Sequence[int]) -> None:
         """Count these resident slots as used now, the last of them most."""

@@ -134,7 +134,7 @@ class Admission:
 
     def warning(self) -> str:
         """What became of a plugin's policy; see `Warns`."""
-        return self._policy.warning() if isinstance(self._policy, GuardedAdmission) else ""
+        return self._policy.asked.warning if isinstance(self._policy, GuardedAdmission) else ""
 
     def most_inflight(self, block_bytes: int, slots: int) -> int:
         """How many blocks may be in flight into the tier, of a pool of `slots`.
