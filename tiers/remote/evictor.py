@@ -317,7 +317,7 @@ class KeptBucket:
         self._evictor = Evictor(bucket, capacity, Lease(terms, pace.beat), pace)
         self._end_upkeep = self._evictor.start()
         self.read, self.delete, self.list = bucket.read, bucket.delete, bucket.list
-        self.describe = bucket.describe
+        self.describe, self.warning = bucket.describe, self._evictor.warning
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         size = sum(map(len, parts))
@@ -329,9 +329,6 @@ class KeptBucket:
         finally:
             self._evictor.ends(size, stored)
         return stored
-
-    def warning(self) -> str:
-        return self._evictor.warning()
 
     def close(self) -> None:
         self._end_upkeep()
