@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiers.block import NAMESPACE_BYTES
 from tiers.disk.folder.open_folders import open_folders
-from tiers.disk.index.edit import DIGEST_WORD, ENTRY, STAMP, STATE, index_key
+from tiers.disk.index.edit import ENTRY, NAMESPACE_PART, STAMP, STATE, index_key
 from tiers.disk.index.edit import SIZE as SIZE_ROW
 from tiers.disk.index.index import Index
 from tiers.disk.slab import Access, slot_bytes
@@ -62,10 +62,10 @@ def _append_uses(index: Index, numbers: range, ranges: list[bytearray]) -> None:
     with index.begin(write=True) as txn:
         txn.cursor(index.tables["recency"]).putmulti(uses, append=True)
     for number, key in zip(numbers, keys, strict=True):
-        ranges[key[DIGEST_WORD.start]] += _ROW.pack(key[DIGEST_WORD.start :], number)
+        ranges[key[NAMESPACE_PART]] += _ROW.pack(key[NAMESPACE_PART:], number)
 
 
 def _rows(some: bytearray) -> Iterator[tuple[bytes, bytes]]:
-    begin, none = index_key(block_key(0))[: DIGEST_WORD.start], bytes(16)
+    begin, none = index_key(block_key(0))[:NAMESPACE_PART], bytes(16)
     for digest, number in _ROW.iter_unpack(some):
         yield begin + digest, ENTRY.pack(number, PAYLOAD, none, number)

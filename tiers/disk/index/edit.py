@@ -34,10 +34,8 @@ MARKED = 2
 """The bit that every fingerprint has, so that none is zero."""
 
 _MAX_OFFSET = 1 << 62
-_NAMESPACE_PART = 8
-INDEX_KEY_BYTES = _NAMESPACE_PART + 16
-DIGEST_WORD = slice(_NAMESPACE_PART, _NAMESPACE_PART + 8)
-"""The bytes of an index key that its fingerprint is made of."""
+NAMESPACE_PART = 8
+INDEX_KEY_BYTES = NAMESPACE_PART + 16
 
 ENTRY = struct.Struct("<QQ16sQ")
 SLOT = struct.Struct(">QQ")  # big-endian, as in SIZE and STAMP: LMDB sorts keys by bytes
@@ -71,21 +69,21 @@ class Entry(NamedTuple):
 def index_key(key: bytes) -> bytes:
     """Return the 24 bytes that stand for a key: the start of its namespace, and a digest of it all.
     Two keys with one index key hide each other, no more: a record names its whole key."""
-    return key[:_NAMESPACE_PART] + xxhash.xxh3_128_digest(key)
+    return key[:NAMESPACE_PART] + xxhash.xxh3_128_digest(key)
 
 
 def key_digest(index_key: bytes) -> bytes:
     """Return the digest of the whole key that an index key stands for."""
-    return index_key[_NAMESPACE_PART:]
+    return index_key[NAMESPACE_PART:]
 
 
 def index_key_prefix(namespace: bytes) -> bytes:
-    return namespace[:_NAMESPACE_PART]
+    return namespace[:NAMESPACE_PART]
 
 
 def fingerprint(key: bytes) -> int:
     """Return 62 bits of an index key's digest, as a signed word: a block in `FingerprintIndex`."""
-    return digest_fingerprint(key[DIGEST_WORD])
+    return digest_fingerprint(key_digest(key))
 
 
 def digest_fingerprint(digest: bytes) -> int:
