@@ -95,8 +95,22 @@ class Header(NamedTuple):
     checksum: bytes
 
     def pack(self) -> bytes:
-        """The bytes that it was read from."""
-        return _pack(*self)
+        """Its bytes in a record."""
+        fields = _FIELDS.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            self.codec,
+            _CHECKSUM_XXH3_128,
+            len(self.key),
+            0,
+            self.payload_bytes,
+            self.stored_bytes,
+            self.checksum,
+            self.key[:NAMESPACE_BYTES],
+            self.key[NAMESPACE_BYTES:],
+        )
+        checked = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+        return checked.ljust(HEADER_BYTES, b"\0")
 
 
 def namespace(facts: Mapping[str, str], rank: int, world_size: int) -> bytes:
@@ -120,25 +134,7 @@ def pack_header(
     known already."""
     if not NAMESPACE_BYTES < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"key of {len(key)} bytes; {NAMESPACE_BYTES + 1}..{MAX_KEY_BYTES} fit")
-    return _pack(key, codec, payload_bytes, len(stored), checksum or digest(stored))
-
-
-def _pack(key: bytes, codec: int, payload_bytes: int, stored_bytes: int, checksum: bytes) -> bytes:
-    fields = _FIELDS.pack(
-        MAGIC,
-        FORMAT_VERSION,
-        codec,
-        _CHECKSUM_XXH3_128,
-        len(key),
-        0,
-        payload_bytes,
-        stored_bytes,
-        checksum,
-        key[:NAMESPACE_BYTES],
-        key[NAMESPACE_BYTES:],
-    )
-    checked = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
-    return checked.ljust(HEADER_BYTES, b"\0")
+    return Header(key, codec, payload_bytes, len(stored), checksum or digest(stored)).pack()
 
 
 def parse_header(data: Buffer) -> Header:

@@ -287,9 +287,9 @@ def test_a_record_that_lies_is_left_out(
     tmp_path: Path, kvtiers: Callable[..., Ran], key: bytes, payload: int, stored: int, packed: bool
 ) -> None:
     chain, data = chain_of(tmp_path / "kv"), bytes(min(stored, 4096))
-    liar = block._pack(b"n" * 16 + key, 0, payload, stored, block.digest(data))
+    liar = block.Header(b"n" * 16 + key, 0, payload, stored, block.digest(data)).pack()
     if key == b"short":
-        liar = block._pack(b"n" * 16, 0, payload, stored, block.digest(data))
+        liar = block.Header(b"n" * 16, 0, payload, stored, block.digest(data)).pack()
     data = zstandard.ZstdCompressor().compress(data) if packed else data
     (tmp_path / "lies.kvt").write_bytes(lying(HEAD, (liar, data, packed)))
     ran = kvtiers("import", chain, tmp_path / "lies.kvt")
