@@ -31,7 +31,8 @@ CHECK_WAIT_S = 1.0
 stopped never ends."""
 
 _TRIES = 3
-_CONDEMNED = b"damaged"
+CONDEMNED = b"damaged"
+"""The digest by which the next process that opens the folder wipes it."""
 
 
 class State(NamedTuple):
@@ -86,7 +87,7 @@ def compared(folder: Folder) -> Iterator[Compared]:
 def _wrong(index: Path, found: State) -> str | None:
     if found.digest is None:
         return None
-    if found.digest == _CONDEMNED:
+    if found.digest == CONDEMNED:
         return f"{index} was found to be damaged when it was last in use"
     if found.file is None or found.digest != compute(index):
         return f"{index} has changed since it was closed"
@@ -98,11 +99,6 @@ def remove(folder: Folder) -> None:
     if folder.digest.exists():
         folder.digest.unlink()
         sync_folder(folder.path)  # or a power cut could bring back the digest of an older index
-
-
-def condemn(folder: Folder) -> None:
-    """Make the next process that opens the folder wipe it. Raises OSError."""
-    record(folder, _CONDEMNED)
 
 
 def leave(folder: Folder, owner: Owner) -> bool:

@@ -123,7 +123,7 @@ class OpenFolder:
         line = "disk tier %s: the index is damaged; the next process to open the tier empties it"
         logger.error(line, self.path)
         try:
-            clean_close.condemn(self._files)
+            clean_close.record(self._files, clean_close.CONDEMNED)
         except OSError as error:
             line = "disk tier %s: the index can't be marked as damaged: %s"
             logger.warning(line, self.path, error)
