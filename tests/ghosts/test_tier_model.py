@@ -111,7 +111,7 @@ def test_the_stack_counts_as_a_list_does() -> None:
         assert stack.younger(key) == place
         stack.touch(key)
         plain = [key, *(one for one in plain if one != key)][:40]
-        assert len(stack) == len(plain)
+        assert len(stack._moments) == len(plain)
 
 
 def test_the_hot_prefix_is_what_most_prompts_share() -> None:

@@ -26,9 +26,6 @@ class SampledStack:
         self._moments: dict[int, int] = {}
         self._renumber()
 
-    def __len__(self) -> int:
-        return len(self._moments)
-
     def younger(self, key: int) -> int | None:
         """How many keys were used after this one; None: it is not among those that are kept."""
         moment = self._moments.get(key)
