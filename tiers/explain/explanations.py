@@ -45,7 +45,6 @@ class Explanations:
         self._max_requests = max_requests
         self._spans = None if tracer is None else Spans(tracer, self.accounts)
         self._in_flight: dict[str, RequestNotes] = {}
-        self._begun: dict[str, Attempt] = {}
         self._ended: deque[RequestNotes] = deque()
         self._bytes = 0
 
@@ -85,7 +84,6 @@ class Explanations:
             return UNNOTED
         attempt.begins(choice, shares, external, request, explained)
         notes.add(attempt)
-        self._begun[request.request_id] = attempt
         if external and not attempt.preempted:
             notes.external += external
             hits, size = notes.hits, self.accounts.block_tokens
@@ -97,7 +95,7 @@ class Explanations:
 
     def runs(self, output: SchedulerOutput) -> None:
         """Note what requests have computed that now run for the first time, or again."""
-        if not self._begun:
+        if not self._in_flight:
             return
         for new in output.scheduled_new_reqs:
             self._runs(new.req_id, new.num_computed_tokens)
@@ -110,13 +108,12 @@ class Explanations:
                     self._runs(request_id, computed)
 
     def _runs(self, request_id: str, computed: int) -> None:
-        attempt = self._begun.pop(request_id, None)
-        if attempt is not None:
-            attempt.runs(computed)
+        notes = self._in_flight.get(request_id)
+        if notes is not None and notes.attempts and notes.attempts[-1].started is None:
+            notes.attempts[-1].runs(computed)
 
     def ended(self, request: Request) -> None:
         """Keep the request among those that ended; the oldest go for it."""
-        self._begun.pop(request.request_id, None)
         notes = self._in_flight.pop(request.request_id, None)
         if notes is None:
             return
