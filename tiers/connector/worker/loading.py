@@ -61,12 +61,9 @@ class EndedLoad(NamedTuple):
     damaged: int
 
 
-class _WaveRead(NamedTuple):
-    """What came of reading a wave from a store: which items are `held`, None if there was no time;
-    seconds `waited` for `load_rate` before."""
-
-    held: list[bool] | None
-    waited: float
+_WaveRead = tuple[list[bool] | None, float]
+"""What came of reading a wave from a store: which items are held, None if there was no time; and
+seconds that it waited for `load_rate` before."""
 
 
 class Piece(NamedTuple):
@@ -77,27 +74,6 @@ class Piece(NamedTuple):
     number: int
     row: int
     target: int
-
-
-class Laps:
-    """What a load spends its time on, from one lap to the next. Used by the load's thread."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._spent = dict.fromkeys(LoadTimes._fields, 0.0)
-
-    def lap(self, part: str, queue: float = 0.0) -> None:
-        """All since the last lap was spent on `part`, a field of LoadTimes, but for `queue` seconds
-        of it at most that were spent waiting."""
-        now = time.perf_counter()
-        queue = min(queue, now - self._last)
-        self._spent["queue"] += queue
-        self._spent[part] += now - self._last - queue
-        self._last = now
-
-    @property
-    def times(self) -> LoadTimes:
-        return LoadTimes(**self._spent)
 
 
 class Load:
@@ -119,7 +95,9 @@ class Load:
         self.cut_short = False
         """Whether a store may have had more of it, and no time to say so."""
         self.damaged = 0
-        self.laps = Laps()
+        self.spent = dict.fromkeys(LoadTimes._fields, 0.0)
+        """What it spends its time on, from one lap to the next."""
+        self._last_lap = time.perf_counter()
         self.prefixes: Sequence[Prefix | None] = ()
         """Of each item, once a store is asked."""
         self._lost: set[int] = set()
@@ -134,6 +112,15 @@ class Load:
     def time_left(self) -> float:
         """Seconds in which a store may answer; none once the load has ended."""
         return 0.0 if self.is_over else self._answer_by - self._now()
+
+    def lap(self, part: str, queue: float = 0.0) -> None:
+        """All since the last lap was spent on `part`, a field of LoadTimes, but for `queue` seconds
+        of it at most that were spent waiting. Called by the load's thread."""
+        now = time.perf_counter()
+        queue = min(queue, now - self._last_lap)
+        self.spent["queue"] += queue
+        self.spent[part] += now - self._last_lap - queue
+        self._last_lap = now
 
     def record_missing(self, numbers: Iterable[int]) -> None:
         """Record the items, by number, that the tier does not have."""
@@ -281,7 +268,7 @@ class Loading:
             if load.is_over:  # its time was, before its turn came
                 continue
             load.began = began
-            load.laps.lap("queue")
+            load.lap("queue")
             line = self._pace.line
             least = 0.0 if line is None else self._drop_below * line.seconds(len(load.job.items))
             if began + least > load.until and self._others_wait():
@@ -324,7 +311,7 @@ class Loading:
                 self._bounces += bounces
         for load in loads:
             load.land()
-            load.laps.lap("copy")
+            load.lap("copy")
 
     def _load_resident(self, loads: Sequence[Load], fence: Fence) -> None:
         pieces = [
@@ -341,7 +328,7 @@ class Loading:
                 return
             for load in loads:
                 load.land(but=1)
-                load.laps.lap("copy")
+                load.lap("copy")
 
     @property
     def _wave(self) -> int:
@@ -359,7 +346,7 @@ class Loading:
             if not held[at]:
                 piece.load.record_missing([piece.number])
         for load in {piece.load for piece in wave}:
-            load.laps.lap("check")
+            load.lap("check")
         return held
 
     def _load_stored(
@@ -381,17 +368,18 @@ class Loading:
             for number, wave in enumerate(waves):
                 bounce = bounces[number % BOUNCES]
                 read = ahead.result() if ahead else self._read(load, store, wave, bounce, ENDED)
-                load.laps.lap("load", read.waited)
-                if read.held is None:
+                held, waited = read
+                load.lap("load", waited)
+                if held is None:
                     return
-                if number + 1 < len(waves) and all(read.held):
+                if number + 1 < len(waves) and all(held):
                     then = waves[number + 1], bounces[(number + 1) % BOUNCES], load.last_copy
                     ahead = self._readers.submit(self._read, load, store, *then)
                 pieces = [Piece(load, i, row, one.target) for row, (i, one) in enumerate(wave)]
-                if not self._copy_wave(bounce, pieces, read.held, fence):
+                if not self._copy_wave(bounce, pieces, held, fence):
                     return
                 load.land(but=1)
-                load.laps.lap("copy")
+                load.lap("copy")
         finally:
             if ahead is not None:
                 wait([ahead])  # else another load could be given the memory that it reads into
@@ -406,7 +394,7 @@ class Loading:
         waited = time.perf_counter() - began
         if not in_time or load.time_left() <= 0:
             load.cut_short = True
-            return _WaveRead(None, waited)
+            return None, waited
         space = space_of(self._namespace, load.job.generation)
         blocks = [
             GatheredBlock(space + item.key, bounce.payload(row), None, load.prefixes[number])
@@ -419,7 +407,7 @@ class Loading:
         # A tier that failed, was not asked or had no time may have them still.
         if was_up and store.health.reads and not load.cut_short:
             load.record_missing(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
-        return _WaveRead(held, waited)
+        return held, waited
 
     def _copy_wave(
         self, memory: SlotMemory, wave: Sequence[Piece], held: Sequence[bool], fence: Fence
@@ -434,10 +422,10 @@ class Loading:
 
         fence.wait()  # without a load's lock, for which the engine's thread may wait
         for load in loads:
-            load.laps.lap("queue")
+            load.lap("queue")
         Load.copy_in([*compress(wave, held)], scatter)
         for load in loads:
-            load.laps.lap("copy")
+            load.lap("copy")
         # The engine uses what precedes the first failed block, and recomputes the rest.
         return all(held) and not any(load.is_over for load in loads)
 
@@ -485,18 +473,15 @@ class Loading:
         seconds = load.seconds
         if seconds is None:
             seconds = 0.0 if load.began is None else self._host.now() - load.began
-        self._note_pace(load, seconds)
-        late = bool(failed) and not in_time
-        times, outdated = load.laps.times, load.outdated
-        result = JobResult(1, failed, seconds, lost, times, late=late, outdated=outdated)
-        return EndedLoad(load.job, result, load.damaged)
-
-    def _note_pace(self, load: Load, seconds: float) -> None:
         if load.dropped:
             self._drop_below *= DROP_BELOW_FACTOR  # it may be faster by now
         elif load.arrived:
             self._pace.add(load.arrived, seconds)
             self._drop_below = DROP_BELOW
+        late = bool(failed) and not in_time
+        times, outdated = LoadTimes(**load.spent), load.outdated
+        result = JobResult(1, failed, seconds, lost, times, late=late, outdated=outdated)
+        return EndedLoad(load.job, result, load.damaged)
 
     # -- into slots --------------------------------------------------------------------------
 
