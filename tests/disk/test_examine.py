@@ -14,7 +14,7 @@ import pytest
 from spec.offloading import StoreContext
 from tiers.disk.device import findings as device_findings
 from tiers.disk.device import percent_used
-from tiers.disk.index import index
+from tiers.disk.index import index, mapped
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.store import Block
@@ -217,6 +217,17 @@ def test_a_file_system_that_hangs(frozen: Path) -> None:
     found = examined(frozen / "kv", CAPACITY)
     assert any("disk error its place did not answer within 5 s" in line for line in found)
     assert any("disk fine" in line for line in found)  # what it found before
+
+
+def test_memory_that_may_not_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("may lock" in note for note in notes(tmp_path))
+    monkeypatch.setattr(mapped, "lockable", lambda: 8 << 20)
+    assert not any("may lock" in note for note in notes(tmp_path, capacity="16GiB"))
+    assert any("may lock 8MiB" in note for note in notes(tmp_path, capacity="17GiB"))
+
+
+def notes(path: Path, **settings: str) -> list[str]:
+    return findings(path / "tier", **settings).get("note", [])
 
 
 def test_the_endurance_that_a_tool_shows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -148,6 +149,54 @@ def test_a_path_that_turns_read_only(
     monkeypatch.setenv(MODE, mode)
     image = f'"{tmp_path}/image"'
     run_mounted(f"truncate -s 32M {image} && mkfs.ext4 -q {image}", READ_ONLY, tmp_path)
+
+
+GOES = """
+import ctypes, fcntl, struct, subprocess
+from contextlib import suppress
+from tiers.disk.folder.folder import mount_of
+from tiers.errors import TierError
+mount = path / "mount"
+mount.mkdir()
+subprocess.run(["mount", "-o", "loop", path / "image", mount], check=True)
+store = open_disk(mount / "tier", slots=400)
+for n in range(0, 400, 20):
+    put(store, keys(*range(n, n + 20)))
+get(store, keys(0))  # by then what was written last is held, too
+subprocess.run(["sync", "-f", mount], check=True)
+os.truncate(path / "image", 1 << 20)  # the device has lost what lies behind
+madvise = ctypes.CDLL(None).madvise
+madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+for name in ("index.mdb", "index.mdb-lock"):  # other memory is wanted
+    for row in open("/proc/self/maps"):
+        if row.endswith(f"/{name}\\n"):
+            start, end = (int(part, 16) for part in row.split()[0].split("-"))
+            madvise(start + 4096, min(end - start, 1 << 17) - 4096, 21)  # MADV_PAGEOUT
+    for handle in handles_of(mount / "tier", name):
+        os.posix_fadvise(handle, 4096, 0, os.POSIX_FADV_DONTNEED)
+for n in range(40):
+    with suppress(TierError):
+        get(store, keys(*range(10 * n, 10 * n + 10)))
+    with suppress(TierError):
+        put(store, keys(1000 + n))
+    if n == 20 and mount_of(mount).kind == "xfs":  # it gives up, as it does by itself in the end
+        handle, sync = os.open(mount, os.O_RDONLY), ctypes.CDLL(None).syncfs
+        sync(handle)
+        fcntl.ioctl(handle, 0x8004587D, struct.pack("I", 2))  # XFS_IOC_GOINGDOWN, log not flushed
+        sync(handle)  # of pages that have changed it lets nobody know
+        os.close(handle)
+store.close()
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_a_device_that_goes_ends_no_process(tmp_path: Path, kind: str) -> None:
+    """Though it takes pages with it that are mapped as memory, and XFS lets nobody write to one."""
+    if not shutil.which(f"mkfs.{kind}") or not Path("/dev/loop-control").exists():
+        pytest.skip(f"no mkfs.{kind}, or no loop device to mount its image")
+    image = f'"{tmp_path}/image"'
+    run_mounted(f"truncate -s 320M {image} && mkfs.{kind} -q {image}", GOES, tmp_path)
 
 
 @contextmanager

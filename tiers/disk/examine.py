@@ -18,6 +18,7 @@ from tiers.disk import device
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, mount_of, require_suitable
 from tiers.disk.folder.owner import scan_owners
+from tiers.disk.index import mapped
 from tiers.disk.index.index import LEAST_AHEAD, Index, translated
 from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
 from tiers.disk.slab import Access, choose_direct
@@ -27,6 +28,9 @@ from tiers.store import Usage
 
 LEAST_INODES = 64
 """The tier has a file for each size of its blocks, and one for each process that has it open."""
+
+INDEX_SHARE = 1 / 2048
+"""The index, of a capacity: 1 KiB for each block of 2 MiB."""
 
 _LOST = "blocks that are there now are computed again"
 
@@ -51,6 +55,7 @@ def examine(path: Path, capacity: int, access: Access) -> Iterator[DoctorFinding
         yield DoctorFinding.of_line("error", str(error), "nothing that is stored")
     yield from _room(beside, usage, capacity, 0 if folder.index.exists() else LEAST_AHEAD)
     yield from _kind(path, kind)
+    yield from _locked(capacity)
     yield from device.findings(beside)
 
 
@@ -143,6 +148,18 @@ def _room(place: Path, usage: Usage, capacity: int, ahead: int) -> Iterator[Doct
             f"its file system has {found.f_favail} inodes left",
             "remove small files there, or name another file system",
             "what is removed",
+        )
+
+
+def _locked(capacity: int) -> Iterator[DoctorFinding]:
+    limit = mapped.lockable()
+    if limit is not None and limit < capacity * INDEX_SHARE:
+        yield DoctorFinding(
+            "note",
+            f"this user may lock {format_size(limit)} of memory, less than the index may take: a "
+            "device that goes where memory was short ends the engine",
+            "raise RLIMIT_MEMLOCK: ulimit -l, LimitMEMLOCK= or --ulimit memlock=",
+            "nothing",
         )
 
 

@@ -48,6 +48,7 @@ from tiers.disk.index.edit import (
     parse_entry,
     parse_times,
 )
+from tiers.disk.index.mapped import Mapped
 from tiers.disk.slab import NO_SPACE, allocate_behind
 from tiers.errors import TierError, TierFull, TierUnavailable, TierUnusable
 from tiers.store import Usage
@@ -191,6 +192,7 @@ class Index:
             self._env = self._open()
             undo.callback(self._env.close)
             self._require_whole_file()
+            self._hold()
             self.keep_pages()
             self._require_format()
             self._open_tables()
@@ -202,6 +204,16 @@ class Index:
         need, size = (self._env.info()["last_pgno"] + 1) * page, os.stat(self._path).st_size
         if size < need:
             raise Damaged(f"{self._path} has {size} bytes, {need} expected")
+
+    def _hold(self) -> None:
+        """Keep what is mapped in memory; the index as it grows."""
+        Mapped(Path(f"{self._path}-lock")).hold(_LOCK_BYTES)
+        self._map = Mapped(self._path)
+
+    def _hold_grown(self) -> None:
+        """Raises OSError where XFS has shut down, which kills who changes a page of LMDB's lock
+        file then."""
+        self._map.hold(os.fstat(self._file).st_size)
 
     def _require_format(self) -> None:
         found = b"of another program"
@@ -226,6 +238,7 @@ class Index:
     def begin(self, table: str | None = None, write: bool = False) -> Iterator[Any]:
         """A transaction, on `table` unless it names another. Raises lmdb.LockError if it writes and
         others keep it waiting, see `wait`."""
+        self._hold_grown()
         with self._lock:
             self._require_usable()
             self._in_flight += 1
@@ -380,6 +393,7 @@ class Index:
         self._env.close()
         self._env = self._open()
         self._require_whole_file()
+        self._hold()
         self._open_tables()
         self._refuses = False
         logger.warning("%s was opened anew after an error of the device", self._path)
@@ -388,6 +402,7 @@ class Index:
     def keep_pages(self) -> None:
         """Every minute, and when the file grew: remove dead readers, whose pages are never used
         again otherwise, and have space allocated to grow. Takes microseconds."""
+        self._hold_grown()
         pages, now = self._env.info()["last_pgno"], time.monotonic()
         if pages > self._pages or now > self._checked + READERS_CHECKED_S:
             self._pages, self._checked = pages, now
