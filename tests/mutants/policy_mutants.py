@@ -11,7 +11,7 @@ ADMISSION = Source("admission", "tiers/connector/scheduler/admission.py")
 
 ENTER = "        return 1\n\n    def used(self, queue: int) -> int:\n        return 1\n"
 USED = "    def used(self, queue: int) -> int:\n        return AGAIN\n"
-TOOK = "        count = (self._counts.pop(key, 0) or self._oldest.pop(key, 0)) + 1\n"
+TOOK = "        count = self._counts.pop(key, 0) + 1\n"
 CLASS = "    queues: ClassVar[int] = 1\n"
 MADE = "        self._arc: Arc[bytes] = Arc(capacity)\n"
 
@@ -237,8 +237,8 @@ MUTANTS = (
     ADMISSION.but(
         "size",
         "the threshold is the first one",
-        "        self._counts: dict[bytes, int] = {}\n",
-        "        self._counts: dict[bytes, int] = {}\n        self._first = threshold\n",
+        "        self._counts: OrderedDict[bytes, int] = OrderedDict()\n",
+        "        self._counts: OrderedDict[bytes, int] = OrderedDict()\n        self._first = threshold\n",
         "        return count >= self.threshold\n",
         "        return count >= self._first\n",
     ),
@@ -246,37 +246,31 @@ MUTANTS = (
     ADMISSION.but(
         "order",
         "what is stored is counted on",
-        "        self._counts.pop(key, None)\n        self._oldest.pop(key, None)\n",
-        "        pass\n",
+        "        self._counts.pop(key, None)\n\n\ndef",
+        "        pass\n\n\ndef",
     ),
     ADMISSION.but(
         "order",
         "the newest count is forgotten",
-        "            self._oldest.popitem()\n",
+        "            self._counts.popitem(last=False)\n",
         "            self._counts.popitem()\n",
     ),
     ADMISSION.but(
         "order",
         "all counts are forgotten at once",
-        "            self._oldest.popitem()\n",
-        "            self._oldest.clear()\n",
+        "            self._counts.popitem(last=False)\n",
+        "            self._counts.clear()\n",
     ),
     ADMISSION.but(
         "order",
         "asking again does not renew a count",
         TOOK,
-        "        count = (self._counts.get(key, 0) or self._oldest.pop(key, 0)) + 1\n",
-    ),
-    ADMISSION.but(
-        "order",
-        "the oldest counts are not looked at",
-        TOOK,
-        "        count = self._counts.pop(key, 0) + 1\n",
+        "        count = self._counts.get(key, 0) + 1\n",
     ),
     ADMISSION.but(
         "memory",
         "counts are kept for ever",
-        "            self._oldest.popitem()\n",
+        "            self._counts.popitem(last=False)\n",
         "            pass\n",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -62,25 +62,20 @@ class ThresholdAdmission(AdmissionPolicy):
 
     def __init__(self, threshold: int) -> None:
         super().__init__(threshold)
-        # The first in a dict is found behind all that were removed before it. So the oldest are
-        # taken from the end of one that has the last asked for first.
-        self._counts: dict[bytes, int] = {}
-        self._oldest: dict[bytes, int] = {}
+        # The first of a plain dict is found only behind all that were removed before it.
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def admits(self, key: bytes) -> bool:
         if self.threshold == 1:
             return True
-        count = (self._counts.pop(key, 0) or self._oldest.pop(key, 0)) + 1
+        count = self._counts.pop(key, 0) + 1
         self._counts[key] = count
-        if len(self._counts) + len(self._oldest) > self.COUNTED:
-            if not self._oldest:
-                self._oldest, self._counts = dict(reversed(self._counts.items())), {}
-            self._oldest.popitem()
+        if len(self._counts) > self.COUNTED:
+            self._counts.popitem(last=False)
         return count >= self.threshold
 
     def stored(self, key: bytes) -> None:
         self._counts.pop(key, None)
-        self._oldest.pop(key, None)
 
 
 def make_admission(spec: OffloadingSpec) -> AdmissionPolicy:
