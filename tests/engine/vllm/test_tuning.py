@@ -131,6 +131,7 @@ def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path:
         near = told["prompt_tokens"] / 100
         hits = {tier["name"]: tier["hit_tokens"] for tier in told["tiers"]}
         assert sum(hits.values()) == pytest.approx(sum(counted.values()), abs=near)
-        # Which of the two serves a block depends on the moment at which the first has evicted it.
-        assert hits == pytest.approx(counted, abs=5 * near)
+        # Which of the two serves a block depends on the moment at which the first has evicted it:
+        # alone they differ by up to 3%, and by 6% were seen on a machine that has more to do.
+        assert hits == pytest.approx(counted, abs=8 * near)
         assert told["engine_hit_tokens"] == pytest.approx(own, abs=near)
