@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import SlotPool
 from tiers.lab.replay.requests import CachedRequests
-from tiers.timed import timed
 from tiers.wrappers.guard import HEALTHY
 
 
@@ -58,20 +55,6 @@ def test_counts_are_kept_for_so_many_blocks(clock: Clock) -> None:
         admission.refuses(number.to_bytes(8, "big"), 1)
     assert admission.refuses(b"old", 1) == "store_deferred"
     assert admission.refuses((ThresholdAdmission.COUNTED - 1).to_bytes(8, "big"), 1) is None
-
-
-def test_to_forget_a_count_takes_no_longer_the_more_were_forgotten() -> None:
-    """The engine's thread asks. A dict finds its first key behind all that were removed before."""
-    policy, keys = ThresholdAdmission(2), itertools.count()
-
-    def fastest(asks: int) -> float:
-        """Seconds of the fastest of many thousands of asks for other blocks."""
-        some = [[next(keys).to_bytes(8, "big") for _ in range(1000)] for _ in range(asks // 1000)]
-        return min(timed(partial(list, map(policy.admits, part)))[0] for part in some)
-
-    counting = fastest(policy.COUNTED)
-    fastest(50_000)
-    assert fastest(5000) < 5 * counting
 
 
 def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
