@@ -250,6 +250,24 @@ def test_a_request_that_begins_is_asked_about_anew() -> None:
     assert halves.ask(waiting)[0] == 0
 
 
+def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room() -> None:
+    """vLLM 0.32 asks such a request before those whose loads are of use, and reserves room for it
+    twice where it would be loaded again: neither it nor those may ever be begun."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, BLOCKS)
+    waiting = Prompt(1, BLOCKS)
+    found, shares = halves.ask(waiting)
+    assert found == BLOCKS and [*shares] == [0]
+    halves.chain.update_state_after_alloc(waiting, waiting, BLOCKS * TOKENS)
+    (job,) = halves.chain.build_connector_meta(Step([], {})).metadata[0].reqs_to_load
+    failed = {*range(len(job.items))}
+    ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, failed)})
+    halves.hear([ended, OffloadingWorkerMetadata()])
+    assert halves.ask(waiting) == (BLOCKS, {1: [range(BLOCKS)]}), "the other tier has it"
+    assert halves.ask(waiting)[0] == 0, "there was no room for that"
+    halves.chain.update_state_after_alloc(waiting, waiting, 0)
+
+
 def test_what_a_step_completes_of_all_requests_is_asked_for_at_once() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     halves.store(3, 4)

@@ -167,6 +167,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         request_state = self._requests.of(request)
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
+        elif request_state.in_vain and request_state.is_undecided and request_state.choice.tokens:
+            # vLLM 0.32 has no room for another load, for which it reserves as much again as for the
+            # one in vain, and asks nobody behind it meanwhile; to compute takes less.
+            choice = NO_LOAD
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
             notes.gives_up()

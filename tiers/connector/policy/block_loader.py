@@ -49,6 +49,8 @@ class SharedLoad:
         """`notes`: hear of its outcome. `began`: when, by the clock of the tiers."""
         self.began = began
         self.notes = notes
+        self.usable = 0
+        """Blocks of use, of all tiers, once the last has ended."""
         self._left = tiers
         self._failed: list[int] = []
         self._parts: list[tuple[Sequence[int], Callable[[int], None]]] = []
@@ -67,5 +69,6 @@ class SharedLoad:
         for part, count_usable in self._parts:
             usable = len(part) if first is None else sum(block < first for block in part)
             count_usable(usable)
+            self.usable += usable
             self.notes.part_usable(part[0], usable)
         return True

@@ -59,7 +59,8 @@ class RequestState:
     those that left it nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before
     it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself.
     `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that could not take
-    some of its blocks, which they are offered again.
+    some of its blocks, which they are offered again. `in_vain`: tiers loaded it, and that brought
+    nothing.
     """
 
     request: Request
@@ -93,6 +94,7 @@ class RequestState:
     tiers: dict[object, Any] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     waits: set[object] = field(default_factory=set)
+    in_vain: bool = False
 
     def given(self, tables: Iterable[Iterable[int]]) -> None:
         """The engine has given it these blocks, and no others."""

@@ -411,6 +411,7 @@ class OffloadingScheduler(SchedulerConnector):
         tenants.count(tenant, tenant_loaded_bytes=result.bytes)
         if load.shared.end(load.blocks, failed, partial(self._count_loaded, request_state)):
             request_state.wait_budget.loaded()
+            request_state.in_vain = not load.shared.usable
             tenants.count(tenant, tenant_load_seconds=self._now() - load.shared.began)
 
     def _count_loaded(self, request_state: RequestState, blocks: int) -> None:
