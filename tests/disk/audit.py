@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,15 @@ def run_mounted(mount: str, code: str, path: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
         pytest.skip("this user can't mount anything")
     run_code(code, path, within=["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"'])
+
+
+def image_made(path: Path, kind: str, size: str, options: str = "") -> str:
+    """The shell's command that makes `path`/image, to be mounted; skips where none can be."""
+    import pytest
+
+    if not shutil.which(f"mkfs.{kind}") or not Path("/dev/loop-control").exists():
+        pytest.skip(f"no mkfs.{kind}, or no loop device to mount its image")
+    return f'truncate -s {size} "{path}/image" && mkfs.{kind} -q {options} "{path}/image"'
 
 
 def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:

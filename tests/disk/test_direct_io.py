@@ -7,7 +7,6 @@ import errno
 import logging
 import mmap
 import os
-import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +18,7 @@ from tests.disk.audit import (
     SLOT,
     audit,
     handles_of,
+    image_made,
     key,
     keys,
     open_disk,
@@ -198,13 +198,11 @@ store.close()
 def test_a_file_system_that_allocates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not shutil.which("mkfs.ext4") or not Path("/dev/loop-control").exists():
-        pytest.skip("no mkfs.ext4, or no loop device to mount its image")
+    made = image_made(tmp_path, "ext4", "32M", '-O "^extent,^64bit,^has_journal"')
     monkeypatch.setenv(MODE, "direct none")
     (tmp_path / "mount").mkdir()
-    image, options = f'"{tmp_path}/image"', "^extent,^64bit,^has_journal"
-    script = f'truncate -s 32M {image} && mkfs.ext4 -q -O "{options}" {image}'
-    run_mounted(f'{script} && mount -o loop {image} "{tmp_path}/mount"', WITHOUT_EXTENTS, tmp_path)
+    mount = f'mount -o loop "{tmp_path}/image" "{tmp_path}/mount"'
+    run_mounted(f"{made} && {mount}", WITHOUT_EXTENTS, tmp_path)
 
 
 def test_one_process_opens_a_folder_in_one_mode(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from tests.disk.audit import (
     folder_of,
     get,
     handles_of,
+    image_made,
     keys,
     open_disk,
     opened,
@@ -193,10 +193,7 @@ store.close()
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_a_device_that_goes_ends_no_process(tmp_path: Path, kind: str) -> None:
     """Though it takes pages with it that are mapped as memory, and XFS lets nobody write to one."""
-    if not shutil.which(f"mkfs.{kind}") or not Path("/dev/loop-control").exists():
-        pytest.skip(f"no mkfs.{kind}, or no loop device to mount its image")
-    image = f'"{tmp_path}/image"'
-    run_mounted(f"truncate -s 320M {image} && mkfs.{kind} -q {image}", GOES, tmp_path)
+    run_mounted(image_made(tmp_path, kind, "320M"), GOES, tmp_path)
 
 
 @contextmanager

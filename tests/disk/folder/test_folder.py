@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from tests.disk.audit import (
     fill_index,
     folder_of,
     get,
+    image_made,
     key,
     keys,
     open_disk,
@@ -445,10 +445,7 @@ write()
 @pytest.mark.fault
 def test_a_file_system_that_copies_what_is_written_fills(tmp_path: Path) -> None:
     """Where Btrfs can't copy a page of LMDB's lock file, the kernel kills who writes it."""
-    if not shutil.which("mkfs.btrfs") or not Path("/dev/loop-control").exists():
-        pytest.skip("no mkfs.btrfs, or no loop device to mount its image")
-    script = f'truncate -s 128M "{tmp_path}/image" && mkfs.btrfs -q "{tmp_path}/image"'
-    run_mounted(script, IN_PLACE, tmp_path)
+    run_mounted(image_made(tmp_path, "btrfs", "128M"), IN_PLACE, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", "x"])
