@@ -70,12 +70,13 @@ class MultiConnector(Connector, Generic[C]):
 
 
 def _call_all(call: Callable[..., object], arguments: Iterator[tuple[Any, ...]]) -> None:
-    for of_child in arguments:
-        try:
+    try:
+        for of_child in arguments:
             call(*of_child)
-        except BaseException:
-            _call_all(call, arguments)  # what one of them raises has this error as its context
-            raise
+    finally:
+        # What a call raises within `finally` keeps the error before as its context.
+        if left := [*arguments]:
+            _call_all(call, iter(left))
 
 
 def merge_parameters(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
