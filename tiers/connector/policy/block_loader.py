@@ -49,26 +49,25 @@ class SharedLoad:
         """`notes`: hear of its outcome. `began`: when, by the clock of the tiers."""
         self.began = began
         self.notes = notes
-        self.usable = 0
-        """Blocks of use, of all tiers, once the last has ended."""
         self._left = tiers
         self._failed: list[int] = []
         self._parts: list[tuple[Sequence[int], Callable[[int], None]]] = []
 
     def end(
         self, blocks: Sequence[int], failed: Iterable[int], count: Callable[[int], None]
-    ) -> bool:
-        """One tier has ended its `blocks`; `count` is called, once, with those of use. Whether
-        it was the last."""
+    ) -> int | None:
+        """One tier has ended its `blocks`; `count` is called, once, with those of use. If it was
+        the last, how many of all tiers' blocks are of use."""
         self._parts.append((blocks, count))
         self._failed += failed
         self._left -= 1
         if self._left > 0:
-            return False
+            return None
+        of_use = 0
         first = min(self._failed, default=None)
         for part, count_usable in self._parts:
             usable = len(part) if first is None else sum(block < first for block in part)
             count_usable(usable)
-            self.usable += usable
+            of_use += usable
             self.notes.part_usable(part[0], usable)
-        return True
+        return of_use

@@ -409,9 +409,10 @@ class OffloadingScheduler(SchedulerConnector):
         request_state, tenants = tier_request.request_state, self._requests.tenants
         tenant = tenant_of(request_state.request)
         tenants.count(tenant, tenant_loaded_bytes=result.bytes)
-        if load.shared.end(load.blocks, failed, partial(self._count_loaded, request_state)):
+        count = partial(self._count_loaded, request_state)
+        if (of_use := load.shared.end(load.blocks, failed, count)) is not None:
             request_state.wait_budget.loaded()
-            request_state.in_vain = not load.shared.usable
+            request_state.in_vain = not of_use
             tenants.count(tenant, tenant_load_seconds=self._now() - load.shared.began)
 
     def _count_loaded(self, request_state: RequestState, blocks: int) -> None:
