@@ -99,8 +99,8 @@ class DirectoryBucket:
                 raise
             kind = TierUnavailable if error.errno == errno.EIO else TierUnusable
             raise kind(
-                f"{self._path}: its file system makes no hard links ({error.strerror}); name a "
-                "directory on NFS, Lustre, CephFS or another that does"
+                f"{self._path}: its file system makes no hard links, or fails ({error.strerror}); "
+                "name a directory on NFS, Lustre, CephFS or another that makes them"
             ) from error
         return True
 
