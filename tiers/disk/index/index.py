@@ -211,8 +211,8 @@ class Index:
         self._map = Mapped(self._path)
 
     def _hold_grown(self) -> None:
-        """Raises OSError where XFS has shut down, which kills who changes a page of LMDB's lock
-        file then."""
+        """Keep what the index has grown by, too. Raises OSError where XFS has shut down: then it
+        kills who changes a page of LMDB's lock file, as each transaction does."""
         self._map.hold(os.fstat(self._file).st_size)
 
     def _require_format(self) -> None:
