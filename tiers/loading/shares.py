@@ -83,9 +83,6 @@ def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
     for _ in range(count - sum(shares.values())):
         first = min(paces, key=lambda tier: _next(paces[tier], shares[tier]))
         shares[first] += 1
-    for _ in range(sum(shares.values()) - count):
-        last = max((c for c in paces if shares[c]), key=lambda c: _next(paces[c], shares[c] - 1))
-        shares[last] -= 1
     return shares
 
 
