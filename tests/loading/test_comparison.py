@@ -546,6 +546,85 @@ def test_a_load_that_takes_no_longer_than_it_should_delays_no_other_for_longer()
     assert meter.seconds(BLOCK) == pytest.approx(0.5), "but one that hangs does"
 
 
+Load = tuple[int, float, dict[str, Any]]
+"""Its tokens, its seconds, and how it ends if it does not bring all it should."""
+LATE: dict[str, Any] = {"whole": False, "late": True}
+WHOLE: dict[str, Any] = {"whole": True}
+
+
+def loaded(*loads: Load) -> LoadCost:
+    cost = LoadCost(Clock())
+    for job, (tokens, seconds, how) in enumerate(loads):
+        cost.began(job, tokens)
+        cost.ended(job, seconds, **how)
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("load", "alone", "after"),
+    [
+        ((1000, 0.5, LATE), 0.5, 1.0),
+        ((1000, 4.0, LATE), 4.0, 2.76),
+        ((1000, 4.0, {"whole": False}), None, 1.0),
+        ((1000, 0.5, {"whole": False, "arrived": 100}), 5.0, 1.0),
+        ((1000, 0.0, WHOLE), None, 1.0),
+    ],
+    ids=["early", "longer than it should", "it failed", "a part came", "there was nothing to move"],
+)
+def test_what_a_load_that_brought_less_tells_of_a_tier(
+    load: Load, alone: float | None, after: float
+) -> None:
+    """Of one that was never measured, and of one that loads as many tokens in a second."""
+    first = loaded(load).line
+    assert (first and first.seconds(1000)) == (alone and pytest.approx(alone))
+    line = loaded((1000, 1.0, WHOLE), load).line
+    assert line is not None and line.seconds(1000) == pytest.approx(after, rel=0.01)
+
+
+def test_one_load_may_be_an_outlier_and_two_are_how_the_tier_is_now() -> None:
+    usual: list[Load] = [(1000, 1.0, WHOLE)] * 5
+    odd: Load = (1000, 100.0, WHOLE)
+    for loads, expected in ((1, 3.4), (2, 100.0)):
+        line = loaded(*usual, *[odd] * loads).line
+        assert line is not None and line.seconds(1000) == pytest.approx(expected, rel=0.01)
+
+
+def test_loads_of_nearly_one_size_do_not_tell_what_each_costs_beside_its_tokens() -> None:
+    line = loaded((1000, 1.0, WHOLE), (1001, 0.9, WHOLE)).line
+    assert line is not None and line.fixed == 0
+
+
+def test_a_tier_shows_its_pace_though_it_takes_as_long_for_any_number_of_tokens() -> None:
+    cost = loaded((1024, 1.0, WHOLE))
+    assert cost.gauges()["load_tokens_per_second"] == pytest.approx(1024)
+    cost = loaded((1024, 1.0, WHOLE), (256, 1.0, WHOLE))
+    assert cost.gauges() == {"load_latency_seconds": 1.0, "load_engine_seconds": 0.0}
+
+
+def test_what_loads_wait_for_each_other_is_not_what_the_engine_takes_for_them() -> None:
+    clock = Clock()
+    cost = LoadCost(clock)
+    for job in range(2):
+        cost.began(job, 1000)
+    clock.now += 5
+    for job in range(2):
+        cost.ended(job, 1.0, whole=True)
+    cost.began(2, 1000)
+    clock.now += 5
+    cost.ended(2, 0.0, **LATE)
+    assert cost.engine_seconds == 0.0
+
+
+def test_a_tier_that_fails_once_counts_as_half_as_quick() -> None:
+    cost = loaded((1000, 1.2, WHOLE), (250, 0.45, WHOLE))
+    before = cost.pace(BLOCK)
+    cost.began(2, 1000)
+    cost.ended(2, 0.1, whole=False)
+    after = cost.pace(BLOCK)
+    assert before is not None and before.ready > 0.1
+    assert after == pytest.approx(tuple(2 * one for one in before))
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
