@@ -23,6 +23,7 @@ from tiers.contract.marks import RequestMark
 from tiers.engine import adapter_marks
 from tiers.engine.adapter_marks import (
     PATIENCE,
+    TICK_SECONDS,
     MarksOfRequests,
     SeenAdapters,
     folder_stamp,
@@ -30,6 +31,7 @@ from tiers.engine.adapter_marks import (
     settled_stamp,
     weights_digest,
 )
+from tiers.engine.identity.digests import Stamp
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.requests import ReplayRequest
 
@@ -256,13 +258,32 @@ def test_files_of_this_very_tick_are_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a change in the same tick would have the same times."""
+    older = (folder / "adapter_config.json").stat().st_ctime
+    wait_for(lambda: time.time() > older + 2 * TICK_SECONDS)
+    (folder / WEIGHTS).write_bytes(b"2")
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    written = (folder / "adapter_config.json").stat().st_ctime_ns / 1e9
+    written = (folder / WEIGHTS).stat().st_ctime_ns / 1e9
     monkeypatch.setattr(time, "time", lambda: written + 0.005)
-    assert settled_stamp(str(folder)) == folder_stamp(str(folder)) and waited
+    assert settled_stamp(str(folder)) == folder_stamp(str(folder))
+    assert waited == [pytest.approx(TICK_SECONDS - 0.005, abs=1e-5)]
     monkeypatch.setattr(time, "time", lambda: written - 1.0)
     assert settled_stamp(str(folder)) == b"", "clocks that differ tell nothing"
+
+
+def test_files_of_a_system_that_counts_seconds_are_settled_after_two(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For which no load of an adapter waits."""
+    second = 10**9
+    monkeypatch.setattr(
+        adapter_marks,
+        "stamp_of",
+        lambda status: Stamp(1, 1, status.st_size, 5 * second, 5 * second),
+    )
+    for age, is_settled in ((0.5, False), (1.5, False), (2.5, True)):
+        monkeypatch.setattr(time, "time", lambda age=age: 5 + age)
+        assert (settled_stamp(str(folder)) != b"") == is_settled
 
 
 # -- loading again -------------------------------------------------------------------------------
