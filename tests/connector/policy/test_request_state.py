@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from bench.scheduled import Step
 from tests.support.clock import Clock
-from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep, first_step
+from tests.support.fake_requests import (
+    IDLE_STEP,
+    FakeNewRequest,
+    FakeRequest,
+    FakeStep,
+    first_step,
+)
 from tiers.connector.policy.request_params import UNLIMITED
 from tiers.connector.policy.request_state import (
     NO_BLOCKS,
@@ -16,8 +25,9 @@ from tiers.connector.policy.request_state import (
     lookup_seconds,
 )
 from tiers.contract.engine_info import EngineInfo, KVGroup
-from tiers.contract.marks import MediaMark, RequestMark
-from tiers.lab.replay.requests import CachedRequests
+from tiers.contract.marks import MediaMark, RequestMark, RequestMarks
+from tiers.contract.protocols import Request
+from tiers.lab.replay.requests import CachedRequests, NewRequest
 
 
 def test_lookups_and_loads_of_all_tiers_count_together() -> None:
@@ -86,6 +96,8 @@ def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
         request_state = table.of(request)
         request_state.loads, request_state.tables = loads, ([*range(10)],)
         table.begin_step(first_step(request.request_id, before, 1))
+        again = CachedRequests([request.request_id], set(), [None], [before + 1])
+        table.begin_step(Step([], {request.request_id: 1}, again))
     first, other = (table.of(request).omitted for request in requests)
     assert (first, other) == (omitted, ())
 
@@ -101,7 +113,8 @@ def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     request_state = table.of(FakeRequest("r", block_hashes=[b"a", b"b"]))
     request_state.prompt_tokens = 6
-    table.begin_step(FakeStep({"r": 5}, FakeNewRequest("r", 0, ([3, 4],))))
+    step = table.begin_step(FakeStep({"r": 5}, FakeNewRequest("r", 0, ([3, 4],))))
+    assert step.overwritten == {3, 4}
     found = []
     for before in (5, 6, 7):
         again = CachedRequests(["r"], set(), [None], [before])
@@ -110,6 +123,9 @@ def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a
         assert step.overwritten == {4}, "whoever reads it yet must have ended"
     assert found == [(1, [1]), (0, []), (0, [2])]
     assert request_state.computed == 8
+    request_state.waits.add("a tier that is to be offered some blocks again")
+    step = table.begin_step(Step([], {}, CachedRequests(["r"], set(), [None], [8])))
+    assert [run.after for run in step.scheduled] == [8]
 
 
 def test_what_an_answer_computes_since_the_weights_changed_is_not_older() -> None:
@@ -134,3 +150,157 @@ def test_what_may_not_be_stored_is_not(why: str) -> None:
     state = RequestState(FakeRequest(), UNLIMITED, *marks, budget, why != "limits", "all")
     state.is_outdated = why == "a reset"
     assert not state.stores
+
+
+class Marks(RequestMarks):
+    """Of a request whose adapter workers have yet to report."""
+
+    def __init__(self) -> None:
+        self.mark = RequestMark(shared=False, adapter=b"sql", may_load=False)
+        self.is_ready = False
+
+    def of(self, request: Request) -> RequestMark:
+        return self.mark
+
+    def ready(self, request: Request) -> bool:
+        return self.is_ready
+
+
+def test_a_request_has_no_keys_before_it_is_known_what_computes_it() -> None:
+    """Else they would be those of other weights. What the files would now be may be known later."""
+    marks, request = Marks(), FakeRequest(block_hashes=[b"a", b"b"])
+    table = RequestTable(EngineInfo({}, 4, 4, 100, marks=marks))
+    assert not table.is_marked(request, wait=True), "it can wait to load"
+    request_state = table.of(request)
+    assert (table.keys(request_state), table.loadable(request_state)) == ([], 0)
+    marks.mark.shared, marks.mark.steps = True, [(0, b"weights")]
+    plain = RequestTable(EngineInfo({}, 4, 4, 100))
+    others = plain.keys(plain.of(request))
+    assert len(others) == len({*table.keys(request_state)} - {*others}) == 2
+    assert table.loadable(request_state) == 0
+    marks.mark.may_load = marks.is_ready = True
+    assert table.loadable(request_state) == 2 and table.is_marked(request, wait=True)
+
+
+def test_weights_are_known_for_good_and_store_nothing_that_may_not_be() -> None:
+    """A tier says nothing of them before its workers have told it."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    entries: list[dict[str, Any]] = [{"weights": "others"}, {"store": False}, {}]
+    requests = [FakeRequest(str(entry), kv_transfer_params={"kvtiers": entry}) for entry in entries]
+    states = [table.of(request) for request in requests]
+    table.know_weights("")
+    assert [one.stores for one in states] == [True, False, True]
+    for known in ("ours", "", "ours"):
+        table.know_weights(known)
+        assert [one.stores for one in states] == [False, False, True]
+        table.forget(requests[0])
+        assert not table.of(requests[0]).stores
+
+
+@pytest.mark.parametrize(
+    ("engine", "blocks"),
+    [
+        ({}, 10),
+        ({"drops_last": True}, 9),
+        ({"groups": (KVGroup(4, window=8),)}, 9),
+        ({"groups": (KVGroup(4, window=8),), "drops_last": True}, 9),
+    ],
+)
+def test_where_the_last_token_s_block_decides_it_is_not_loaded(
+    engine: dict[str, Any], blocks: int
+) -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100, **engine))
+    hashes = [b"%d" % number for number in range(10)]
+    whole, more = (FakeRequest(str(tokens), tokens, hashes) for tokens in (40, 43))
+    assert table.loadable(table.of(whole)) == blocks
+    assert table.loadable(table.of(more)) == 10
+
+
+def test_keys_follow_the_blocks_of_an_answer_in_all_parts() -> None:
+    table = RequestTable(EngineInfo({}, 8, 8, 100, groups=(KVGroup(8), KVGroup(8))))
+    request = FakeRequest(block_hashes=[b"a", b"b"])
+    first = [*table.keys(table.of(request))]
+    request.block_hashes += [b"c", b"d"]
+    found = table.keys(table.of(request))
+    assert len(first) == 4 and found[:4] == first and len({*found}) == 8
+
+
+class Given:
+    """Blocks that the engine has given a request."""
+
+    def __init__(self, *tables: list[int]) -> None:
+        self.tables = tables
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.tables
+
+
+def test_what_ends_while_it_loads_again_has_computed_nothing() -> None:
+    """It had run and was preempted; the blocks that it has now are what the load was to fill."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    request = FakeRequest(block_hashes=[b"a", b"b"], num_computed_tokens=8)
+    request_state = table.of(request)
+    table.begin_step(first_step("r", 0, 8))
+    table.allocated(request, Given([5, 6]))
+    assert table.begin_step(IDLE_STEP).overwritten == {5, 6}
+    assert table.begin_step(IDLE_STEP).overwritten == set()
+    assert table.ended(request_state, ([5, 6],)).complete == 0
+
+
+def test_blocks_that_a_step_copies_into_are_overwritten() -> None:
+    step = Step([], {})
+    vars(step)["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=7)]
+    assert RequestTable(EngineInfo({}, 4, 4, 100)).begin_step(step).overwritten == {7}
+
+
+def test_a_state_that_a_step_leaves_may_be_overwritten_by_the_next_one() -> None:
+    """One that is at no block's end is of no use."""
+    groups = (KVGroup(8), KVGroup(8, window=1, is_state=True))
+    table = RequestTable(EngineInfo({}, 8, 8, 100, groups=groups))
+    table.of(FakeRequest(block_hashes=[b"a", b"b"]))
+    step = Step([NewRequest("r", ([1, 2], [3, 4]), 0)], {"r": 12})
+    left = {"r": [(1, 3, 8), (1, 4, 12)]}
+    vars(step)["kv_connector_block_state"] = SimpleNamespace(boundary_state_offloads=left)
+    (run,) = table.begin_step(step).scheduled
+    assert run.states == [(1, 3)]
+    assert table.begin_step(IDLE_STEP).overwritten == {3}
+
+
+def test_what_resumes_has_the_blocks_that_it_is_given_and_no_others() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    request_state = table.of(FakeRequest(block_hashes=[b"a", b"b", b"c"]))
+    given: list[tuple[set[str], tuple[list[int], ...] | None, list[int]]] = [
+        (set(), ([1, 2],), [1, 2]),  # nobody has said before that it runs
+        (set(), ([3],), [1, 2, 3]),
+        (set(), None, [1, 2, 3]),
+        ({"r"}, ([7, 8],), [7, 8]),
+        ({"r"}, None, []),
+    ]
+    for resumed, added, tables in given:
+        cached = CachedRequests(["nobody knows it", "r"], resumed, [added, added], [0, 0])
+        table.begin_step(Step([], {"r": 1}, cached))
+        assert request_state.tables == (tables,)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_begins_with_blocks_of_before_the_weights_changed_is_not_stored(resumes: bool) -> None:
+    """The engine kept them in its own cache."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    request_state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
+    table.weights_changed()
+    request_state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
+    if resumes:
+        table.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2],))))
+        assert not request_state.is_outdated
+        cached = CachedRequests(["r"], {"r"}, [([8, 9],)], [4])
+        table.begin_step(Step([], {"r": 4}, cached))
+    else:
+        table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 4, ([8, 9],))))
+    assert request_state.is_outdated
+
+
+def test_where_prompts_alone_are_stored_an_answer_completes_no_block() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100), store="prompt")
+    table.of(FakeRequest("r", 8, [b"a", b"b", b"c"]))
+    step = table.begin_step(FakeStep({"r": 12}, FakeNewRequest("r", 0, ([1, 2, 3],))))
+    assert [run.complete for run in step.scheduled] == [2]

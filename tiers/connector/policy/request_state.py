@@ -191,7 +191,7 @@ class RequestTable:
     def take_reports(self, reports: AdapterReports) -> None:
         """Take which adapters workers have loaded since their last report."""
         self.engine.marks.take_reports(reports)
-        if any(reports.values()):
+        if reports:
             self._judge()
 
     def _judge(self) -> None:
@@ -204,7 +204,7 @@ class RequestTable:
         """What names the weights of this generation and of the request's adapter to other nodes;
         empty: not known yet; None: no tier is shared."""
         weights, mark = self._weights, self.engine.marks.of(request)
-        if weights and (mark.shared or not mark.adapter):
+        if weights and mark.shared:
             return weights + self.generation.tag.hex() + mark.content.hex()
         return weights and ""
 
