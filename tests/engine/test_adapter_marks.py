@@ -19,7 +19,7 @@ import torch
 
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import chain_of, cpu, measured
-from tiers.contract.marks import RequestMark
+from tiers.contract.marks import LoadedAdapter, RequestMark
 from tiers.engine import adapter_marks
 from tiers.engine.adapter_marks import (
     PATIENCE,
@@ -135,7 +135,8 @@ def test_equal_weights_have_one_mark_in_every_engine(tmp_path: Path, folder: Pat
         engine.load(one)
         marks.append(steps_of(engine.mark_of(request_of(one))))
     assert marks[0] == marks[1] != marks[2]
-    assert MarksOfRequests(1).of(request_of(None)) == RequestMark()
+    plain = request_of(None)
+    assert MarksOfRequests(1).ready(plain) and MarksOfRequests(1).of(plain) == RequestMark()
 
 
 def test_each_tensor_and_each_setting_counts() -> None:
@@ -143,8 +144,8 @@ def test_each_tensor_and_each_setting_counts() -> None:
         return Model(1, {"q": Layer(1), "v": Layer(2)})
 
     first, changed = weights_digest(model()), []
-    for number in range(5):
-        other = model()
+    for number in range(8):
+        other: Any = model()
         layer = other.loras["v"]
         if number == 0:
             layer.lora_a[1, 2] = 3
@@ -154,10 +155,14 @@ def test_each_tensor_and_each_setting_counts() -> None:
             layer.scaling = 2
         elif number == 3:
             other.loras["w"] = other.loras.pop("v")
-        else:
+        elif number == 4:
             layer.lora_a = layer.lora_a.to(torch.float32)
+        elif number == 5:
+            other.rank = 16
+        else:
+            other.loras["bare"] = torch.full((2,), number)
         changed.append(weights_digest(other))
-    assert len({first, *changed}) == 6
+    assert len({first, *changed}) == 9
     same = model()
     same.id = 7
     assert weights_digest(same) == first, "its number is this engine's"
@@ -199,6 +204,29 @@ def test_ranks_with_different_weights_are_another_adapter(folder: Path) -> None:
     assert not torn.marks.of(request_of(one)).shared, "nor do both know which files they read"
     contents = [seen._loaded[name_of(one)].content for seen in torn.seen]
     assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("stamps", [(b"old", b"new"), (b"new", b"old"), (b"new", b"")])
+def test_ranks_that_read_different_files_share_nothing(stamps: tuple[bytes, bytes]) -> None:
+    """Whose stamp it was, both would load again."""
+    one, marks = adapter("anywhere"), MarksOfRequests(2)
+    marks.take_reports(
+        {
+            rank: {name_of(one): LoadedAdapter(1, b"%d" % rank, stamp)}
+            for rank, stamp in enumerate(stamps)
+        }
+    )
+    assert not marks.of(request_of(one)).shared
+
+
+def test_a_request_that_has_the_name_of_one_before_it_has_a_mark_of_its_own(folder: Path) -> None:
+    engine, one = Engine(), adapter(folder)
+    engine.load(one)
+    request = request_of(one)
+    steps_of(engine.mark_of(request))
+    engine.marks.forget(request.request_id)
+    request.lora_request = None
+    assert engine.marks.of(request) == RequestMark()
 
 
 # -- files that change ---------------------------------------------------------------------------
@@ -247,6 +275,15 @@ def test_what_stays_the_same_by_size_and_times_is_seen(folder: Path, how: str) -
     assert folder_stamp(str(path)) != before
 
 
+def test_files_that_no_adapter_is_made_of_are_not_looked_at(folder: Path) -> None:
+    before = folder_stamp(str(folder))
+    for name in ("README.md", "trainer_state.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    assert folder_stamp(str(folder)) == before
+    (folder / "another.json").write_text("{}")
+    assert folder_stamp(str(folder)) != before
+
+
 def test_what_is_no_folder_has_no_stamp(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (folder / "loop.json").symlink_to("loop.json")
@@ -289,7 +326,9 @@ def test_files_of_a_system_that_counts_seconds_are_settled_after_two(
 # -- loading again -------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_is_loaded_again_is_the_same_while_its_weights_are(folder: Path) -> None:
+def test_an_adapter_that_is_loaded_again_is_the_same_while_its_weights_are(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is evicted for another, and comes back."""
     engine, one = Engine(), adapter(folder)
     other = adapter(write(folder.parent / "other", b"9"), "other", 2)
@@ -302,6 +341,7 @@ def test_an_adapter_that_is_loaded_again_is_the_same_while_its_weights_are(folde
     engine.load(one)
     assert engine.seen[0].may_store(name_of(one))
     assert steps_of(engine.mark_of(request_of(one))) == steps_of(first)
+    assert "have changed" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["evicted", "in place", "new number"])
@@ -339,6 +379,7 @@ def test_the_same_name_with_another_number_is_the_same_adapter(folder: Path) -> 
     marks = []
     for number in (1, 2):
         one = adapter(folder, number=number)
+        assert not engine.marks.of(request_of(one)).shared, "who knows what will be loaded"
         engine.load(one)
         marks.append(steps_of(engine.mark_of(request_of(one))))
     assert marks[0] == marks[1]
