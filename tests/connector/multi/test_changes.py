@@ -6,7 +6,7 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ from tiers.contract.changes import ChangeReport
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.stats import STATES
 from tiers.control.status_board import StatusBoard
+from tiers.disk.disk_store import DiskStore
+from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.traces.recorder import Recorder, Recording
 
@@ -112,6 +114,100 @@ def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
         assert served(engine, PROMPT)["disk"] > 0
         assert measured(engine, "tier_state", "disk") == STATES.index("open")
         assert len(engine.connector.children) == 2, "it has its place again"  # type: ignore[union-attr]
+
+
+def test_several_tiers_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disks = [disk(tmp_path / name, name=name) for name in ("fast", "large")]
+    opened: list[list[int]] = []
+    open_ahead = OffloadingScheduler.open_ahead
+
+    def noted(tier: OffloadingScheduler, handshakes: Sequence[WorkerHandshake]) -> None:
+        opened.append([shake.rank for shake in handshakes])
+        open_ahead(tier, handshakes)
+
+    monkeypatch.setattr(OffloadingScheduler, "open_ahead", noted)
+    with running(chain_of(cpu(8))) as engine:
+        for _ in range(2):
+            assert not change(engine, chain_of(cpu(8), *disks)).why
+            served(engine, PROMPT)
+            assert all(measured(engine, "stored_blocks", name) for name in ("fast", "large"))
+            assert not change(engine, chain_of(cpu(8))).why
+    assert opened == [[0, 1]] * 4, "for each rank once"
+
+
+@pytest.fixture
+def closes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set no tier of a scheduler closes, and changes do not wait for one that does."""
+    closes, shutdown = threading.Event(), OffloadingScheduler.shutdown
+
+    def slowly(tier: OffloadingScheduler) -> None:
+        assert closes.wait(60)
+        shutdown(tier)
+
+    monkeypatch.setattr(OffloadingScheduler, "shutdown", slowly)
+    monkeypatch.setattr(changes, "DRAIN_SECONDS", 0.0)
+    yield closes
+    closes.set()
+
+
+def until_left(engine: ReplayEngine) -> None:
+    """Step until no tier is leaving."""
+
+    def has_left() -> bool:
+        engine.step()
+        return not changes_of(engine)._leaving
+
+    wait_until(has_left)
+
+
+def test_a_tier_that_is_slow_to_close_keeps_no_other_change_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: threading.Event
+) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        served(engine, PROMPT)
+        left = change(engine, chain_of(a))
+        assert (left.why, left.remains) == ("", ("disk",))
+        assert "still has blocks in flight" in ask_for(engine, chain_of(a, b)).why
+        monkeypatch.setattr(changes, "DRAIN_SECONDS", 60.0)
+        other = ask_for(engine, chain_of(a, load_policy="first"))
+        engine.step()
+        assert other.wait(0) and not other.remains
+        assert changes_of(engine).waits, "an engine that idles would not hear of its end"
+        closes.set()
+        until_left(engine)
+        assert not change(engine, chain_of(a, b)).why
+
+
+def test_a_tier_that_is_to_be_opened_anew_and_does_not_close_is_left_out(
+    tmp_path: Path, closes: threading.Event
+) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        pending = change(engine, chain_of(a, {**b, "durability": "sync"}))
+        assert "tier disk has not closed" in pending.why and pending.version == 2
+        assert changes_of(engine).chain == chain_of(a)
+        closes.set()
+        until_left(engine)
+        assert not change(engine, chain_of(a, b)).why
+
+
+def test_a_tier_that_leaves_ends_what_it_has_in_flight_and_stores_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        served(engine, PROMPT)
+        with monkeypatch.context() as busy:
+            busy.setattr(OffloadingScheduler, "jobs_in_flight", 1)
+            busy.setattr(changes, "DRAIN_SECONDS", 0.0)
+            assert change(engine, chain_of(a)).remains == ("disk",)
+            before = measured(engine, "stored_blocks", "disk")
+            engine.generate(PROMPT[::-1], 2)
+            assert scheduler_of(engine, 1).condition()[0] == "open"
+        engine.settle()
+        until_left(engine)
+        assert measured(engine, "stored_blocks", "disk") == before
 
 
 def test_the_process_of_checksums_leaves_with_the_last_tier_that_asks_for_it(
@@ -257,6 +353,49 @@ def test_one_that_can_not_be_opened_anew_goes_back(tmp_path: Path) -> None:
         assert served(engine, PROMPT)["disk"] > 0
 
 
+def test_one_that_goes_back_is_opened_when_what_was_refused_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has its folder open with the settings that another part of the engine refused."""
+    a, b = cpu(8), disk(tmp_path)
+    open_ahead, close = OffloadingScheduler.open_ahead, DiskStore.close
+
+    def refused(tier: OffloadingScheduler, handshakes: Sequence[WorkerHandshake]) -> None:
+        if getattr(tier._spec, "durability", "") == "sync":
+            raise TierUnusable("no")
+        open_ahead(tier, handshakes)
+
+    def slowly(store: DiskStore) -> None:
+        time.sleep(0.1)
+        close(store)
+
+    with running(chain_of(a, b), ranks=1) as engine:
+        served(engine, PROMPT)
+        monkeypatch.setattr(OffloadingScheduler, "open_ahead", refused)
+        monkeypatch.setattr(DiskStore, "close", slowly)
+        pending = change(engine, chain_of(a, {**b, "durability": "sync"}))
+        assert (pending.why, pending.version) == ("the scheduler: no", 1)
+        assert changes_of(engine).chain == chain_of(a, b)
+        assert served(engine, PROMPT)["disk"] > 0
+
+
+def test_one_that_can_neither_be_opened_anew_nor_go_back_is_left_out(tmp_path: Path) -> None:
+    a, b = cpu(8), disk(tmp_path)
+    wrong = chain_of(disk(tmp_path, TOO_SMALL)).tiers[0]
+    with running(chain_of(a, b)) as engine:
+        served(engine, PROMPT)
+        first = worker_changes(engine, 0)
+        whole = first._parts
+        first._parts = replace(whole, make=lambda tier: whole.make(wrong))
+        pending = change(engine, chain_of(a, {**b, "durability": "sync"}))
+        assert "the chain goes on without it" in pending.why and TOO_SMALL in pending.why
+        assert changes_of(engine).chain == chain_of(a) and pending.version == 2
+        first._parts = whole
+        wait_until(lambda: not list((tmp_path / "owners").glob("*")))
+        assert not change(engine, chain_of(a, b)).why
+        assert served(engine, PROMPT)["disk"] > 0
+
+
 def test_a_server_that_is_down_joins_later(tmp_path: Path) -> None:
     port = free_port()
     gone = {"type": "redis", "url": f"redis://127.0.0.1:{port}/0", "timeout": "200ms"}
@@ -390,13 +529,27 @@ def test_what_opens_behind_the_end_of_its_change_is_closed(
         wait_until(lambda: not list((tmp_path / "owners").glob("*")))
 
 
-def test_a_change_that_no_step_begins_is_withdrawn(tmp_path: Path) -> None:
+def test_a_change_that_no_step_begins_is_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = both(tmp_path)
     with running(chain_of(a, b)) as engine:
+        woken: list[bool] = []
+        monkeypatch.setattr(changes_of(engine), "_wake", lambda: woken.append(True))
         pending = ask_for(engine, chain_of(b, a))
+        assert woken, "an engine that idles makes no step else"
+        changes_of(engine)._unbegun.remove(pending)  # as a thread that is about to withdraw it
+        engine.step()
+        assert not pending.wait(0)
+        changes_of(engine)._unbegun.append(pending)
         assert changes_of(engine).withdraw(pending) and "no step" in pending.why
         engine.step()
         assert changes_of(engine).version == 1
+        pending = ask_for(engine, chain_of(a, {**b, "store_rate": "1GB/s"}))
+        engine.step()
+        assert not changes_of(engine).withdraw(pending), "a step has begun it"
+        finish(engine, pending)
+        assert not pending.why and changes_of(engine).version == 2
 
 
 def test_ghosts_and_records_follow(tmp_path: Path) -> None:

@@ -303,7 +303,6 @@ class Changes:
         self._number += 1
         self._reports = ChangeReport()
         self._until = self._now() + PREPARE_SECONDS
-        self._attached = {}
         if not stage.attach and not stage.retune:
             return self._commit(pending, stage)
         names, free = list(self._half.names), len(self._half.names)
@@ -371,7 +370,6 @@ class Changes:
         return []
 
     def _end(self, pending: PendingChange, why: str = "", remains: Sequence[str] = ()) -> None:
-        self._stages.clear()
         if self.chain != self._before:
             self.version += 1
         self._pending = None

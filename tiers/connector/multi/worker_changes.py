@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spec.errors import reason_of
@@ -28,11 +28,11 @@ class ChangeParts:
 
 @dataclass
 class _Prepared:
-    number: int
-    attach: dict[int, Any]
+    order: ChangeOrder
     resized: Sequence[Any]
     resize: Future[str] | None = None
-    why: str = ""
+    attach: dict[int, Any] = field(default_factory=dict)
+    is_opening: bool = False
 
 
 class WorkerChanges:
@@ -44,6 +44,7 @@ class WorkerChanges:
         self._prepared: _Prepared | None = None
         self._is_reported = False
         self._detaching: dict[int, Future[None]] = {}
+        self._given_back: Future[None] | None = None
         # One thread: what a change was refused for is given back before the next one takes any.
         self._resizer = IoExecutor(1, "resize")
         self._closer = IoExecutor(1, "detach")
@@ -68,13 +69,7 @@ class WorkerChanges:
         self._is_reported = False
         retuned = [(self._half.children[place], tier) for place, tier in order.retune.items()]
         resized = {child: tier for child, tier in retuned if child.capacity != tier.capacity_bytes}
-        self._prepared = prepared = _Prepared(order.number, {}, [*resized])
-        try:
-            for place, tier in order.attach.items():
-                made = prepared.attach[place] = self._parts.make(tier)
-                made.open_beside()
-        except (RuntimeError, OSError) as error:  # no thread or memory can be had
-            prepared.why = reason_of(error)
+        self._prepared = prepared = _Prepared(order, [*resized])
 
         def prepare_all() -> str:
             reasons = (child.prepare_resize(tier) for child, tier in resized.items())
@@ -96,7 +91,7 @@ class WorkerChanges:
     def _abort(self) -> None:
         prepared, self._prepared = self._prepared, None
         for child in prepared.attach.values() if prepared is not None else ():
-            self._closer.submit(child.detach)
+            self._given_back = self._closer.submit(child.detach)
             self._parts.release()
         for child in prepared.resized if prepared is not None else ():
             # Behind what is being prepared, which may take its time.
@@ -113,10 +108,10 @@ class WorkerChanges:
         report, rank = ChangeReport(), self._parts.rank
         prepared = self._prepared
         if prepared is not None and not self._is_reported:
-            why = prepared.why or self._outcome(prepared)
+            why = self._outcome(prepared)
             if why is not None:
                 self._is_reported = True
-                report.prepared[prepared.number] = {rank: why}
+                report.prepared[prepared.order.number] = {rank: why}
                 if not why:
                     report.handshakes = {
                         place: [child.get_handshake_metadata()]
@@ -128,7 +123,19 @@ class WorkerChanges:
         return report if report.prepared or report.detached else None
 
     def _outcome(self, prepared: _Prepared) -> str | None:
-        """Why this rank can't; empty: it is ready; None: not known yet."""
+        """Why this rank can't; empty: it is ready; None: not known yet. What was refused before is
+        closed first: it may have the folder of a tier open, with other settings."""
+        attach, closed = prepared.order.attach, self._given_back
+        if attach and closed is not None and not closed.done():
+            return None
+        if not prepared.is_opening:
+            prepared.is_opening = True
+            try:
+                for place, tier in attach.items():
+                    made = prepared.attach[place] = self._parts.make(tier)
+                    made.open_beside()
+            except (RuntimeError, OSError) as error:  # no thread or memory can be had
+                return reason_of(error)
         reasons: list[str | None] = []
         for child in prepared.attach.values():
             why = child.opened()
