@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tiers.lab.replay import ReplayEngine
 
 MakeEngine = Callable[..., ReplayEngine]
 MIB = 1 << 20
+PAGESIZE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -123,10 +126,10 @@ def test_a_call_pins_so_many_whole_slots(
     pinned: list[tuple[int, int]], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drivers refuse to pin very much at once, and to copy from one such range into the next."""
-    stride = slot_stride(10_000)
+    stride = slot_stride(PAGESIZE - 100)
     monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * stride + 5)
     assert slot_memory.pinned_together(stride) == 3
-    memory = SlotMemory(slots, 10_000, pin=True)
+    memory = SlotMemory(slots, PAGESIZE - 100, pin=True)
     first = memory.rows.data_ptr()
     assert [address for address, _ in pinned] == [first + i * stride for i in range(0, slots, 3)]
     assert sum(size for _, size in pinned) == slots * stride
@@ -136,6 +139,21 @@ def test_a_call_pins_so_many_whole_slots(
     memory.close()
     memory.close()
     assert sorted(unpinned) == [address for address, _ in pinned]
+
+
+@pytest.mark.parametrize("pages", [1, 5, 16])
+def test_no_two_calls_pin_one_page(
+    pinned: list[tuple[int, int]], pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels for aarch64 have pages of 64 KiB; slots begin at multiples of 4 KiB."""
+    large = SimpleNamespace(**vars(mmap) | {"PAGESIZE": 1 << 16})
+    monkeypatch.setattr(slot_memory, "mmap", large)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 50 * 4096)
+    memory = SlotMemory(100, pages * 4096, pin=True)
+    first = memory.rows.data_ptr()
+    assert len(pinned) > 1 and not any((start - first) % (1 << 16) for start, _ in pinned)
+    assert sum(size for _, size in pinned) == 100 * pages * 4096
+    memory.close()
 
 
 def test_what_is_pinned_is_unpinned_when_the_rest_can_not_be(
@@ -149,11 +167,11 @@ def test_what_is_pinned_is_unpinned_when_the_rest_can_not_be(
         pinned.append((address, size))
         ranges.append(address)
 
-    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 4096)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", PAGESIZE)
     monkeypatch.setattr(slot_memory, "register", register)
     monkeypatch.setattr(slot_memory, "unregister", ranges.remove)
     with pytest.raises(TierUnusable, match="no more"):
-        SlotMemory(4, 4096, pin=True)
+        SlotMemory(4, PAGESIZE, pin=True)
     assert len(pinned) == 2 and not ranges
 
 
@@ -214,8 +232,8 @@ class Driver:
 def test_pinned_memory_grows_and_shrinks_by_whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy ends where a piece does (`cuda.cross`), so that no piece may have a second border."""
     driver = Driver(monkeypatch)
-    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * 4096)
-    memory = SlotMemory(4, 4096, pin=True, reserve=11)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * PAGESIZE)
+    memory = SlotMemory(4, PAGESIZE, pin=True, reserve=11)
     assert driver.pieces(memory) == [(0, 3), (3, 3)]
     memory.rows.fill_(7)
     memory.grow(11)
@@ -241,8 +259,8 @@ def test_pinned_memory_without_room_to_grow_comes_back_in_the_same_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver(monkeypatch)
-    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * 4096)
-    memory = SlotMemory(8, 4096, pin=True)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * PAGESIZE)
+    memory = SlotMemory(8, PAGESIZE, pin=True)
     assert driver.pieces(memory) == [(0, 3), (3, 3), (6, 2)]
     while memory.shrink(4):
         pass
@@ -254,10 +272,10 @@ def test_pinned_memory_without_room_to_grow_comes_back_in_the_same_pieces(
 
 def test_growth_that_fails_midway_leaves_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
-    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * 4096)
-    memory = SlotMemory(3, 4096, pin=True, reserve=12)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * PAGESIZE)
+    memory = SlotMemory(3, PAGESIZE, pin=True, reserve=12)
     memory.rows.fill_(7)
-    driver.ranges[memory.rows.data_ptr() + 9 * 4096] = 4096
+    driver.ranges[memory.rows.data_ptr() + 9 * PAGESIZE] = PAGESIZE
     with pytest.raises(TierUnusable):
         memory.grow(12)
     assert driver.pieces(memory) == [(0, 3), (9, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,6 +53,7 @@ def test_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_none_goes_on_across_what_one_call_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 4096)  # a call pins whole pages, which may be larger
     monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * SLOT)
     found = runs([0, 1, 4, 5, 6, 7, 8, 9, 11], pinned_together(SLOT))
     assert found == [Run(0, 0, 2), Run(4, 2, 2), Run(6, 4, 3), Run(9, 7, 1), Run(11, 8, 1)]

@@ -8,6 +8,7 @@ import os
 import resource
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,3 +216,34 @@ def test_addresses_that_are_limited_are_not_set_aside(
     else:
         (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
     assert reservable_memory(tmp_path) == 0
+
+
+def test_pages_that_are_larger_than_what_slots_are_aligned_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels for aarch64 have pages of 64 KiB, and refuse advice for what begins inside of one.
+    They are counted from the start of the slots here."""
+    stride, page = 17 * 4096, 1 << 16
+    memory = SlotMemory(1600, stride, pin=False, reserve=1600)
+    start, advise = memory.rows.data_ptr(), slot_memory._madvise
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        return -1 if (address - start) % page else advise(address, -(-size // page) * page, advice)
+
+    large = SimpleNamespace(**vars(mmap) | {"PAGESIZE": page})
+    monkeypatch.setattr(slot_memory, "mmap", large)
+    monkeypatch.setattr(slot_memory, "_madvise", madvise)
+    memory.rows.fill_(7)
+    for slots in (101, 100):
+        while memory.shrink(slots):
+            pass
+        assert slots * stride <= resident(memory) < slots * stride + page
+        assert (memory.rows == 7).all()
+    memory.grow(1600)
+    prefault = Prefault(start, 101 * stride)
+    wait_until_given(prefault, 101 * stride)
+    prefault.resize(1600 * stride)
+    prefault.used(1600 * stride)
+    wait_for(lambda: prefault.done == 1600 * stride)
+    prefault.close()
+    assert resident(memory) == 1600 * stride and (memory.rows[:100] == 7).all()

@@ -28,7 +28,6 @@ _PIECE = 4096
 _TRIES = 5
 """Readings of a record that looks damaged and whose entry changes meanwhile: others use it."""
 
-
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """The number of the system call, by machine."""
 _THREAD, _IDLE = 1, 3 << 13

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from math import lcm
 
 import torch
 
@@ -34,8 +35,7 @@ PIECE = 64 << 20
 PROVIDERS = 4
 SAY_SECONDS = 5.0
 MAP_NORESERVE = 0x4000
-"""Of Linux on most processors; Python has a name for it from 3.13 on. Where it means nothing, the
-kernel may refuse to set so many addresses aside."""
+"""Of Linux on most processors; Python names it from 3.13 on. On others `mmap` may refuse."""
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -43,9 +43,10 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def pinned_together(stride: int) -> int:
-    """How many slots are pinned by one call. A copy between a device and slots ends before the next
+    """How many slots are pinned by one call, as whole pages. A device's copy ends before the next
     multiple of these: CUDA refuses one that crosses from one call's memory into another's."""
-    return max(1, REGISTER_BYTES // stride)
+    whole = lcm(stride, mmap.PAGESIZE) // stride
+    return max(1, REGISTER_BYTES // stride // whole) * whole
 
 
 class SlotMemory:
@@ -136,12 +137,13 @@ class SlotMemory:
         return start > end
 
     def _release(self, start: int, end: int) -> None:
-        """Unpin what is pinned of a range, and give the range back; it reads as zeros then."""
+        """Unpin what is pinned of a range, and give back the pages that begin in it."""
         while self._pinned and self._pinned[-1] >= self._address + start:
             unregister(self._pinned[-1])
             self._pinned.pop()
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # slots before it may share a page
         # By ctypes, which lets other threads run meanwhile.
-        _madvise(self._address + start, end - start, mmap.MADV_DONTNEED)
+        _madvise(self._address + start, max(0, end - start), mmap.MADV_DONTNEED)
 
     def move(self, slot: int, target: int) -> None:
         """Copy one slot's payload to another; other threads run meanwhile."""
@@ -290,11 +292,12 @@ class Prefault:
                 self._changed.wait_for(lambda: self._is_closed or self.done < self._wanted)
                 if self._is_closed:
                     return
-            size = min(_STEP, self._length - self.done)
-            if _madvise(self._address + self.done, size, MADV_POPULATE_WRITE) != 0:
+                start = self.done // mmap.PAGESIZE * mmap.PAGESIZE
+                size = min(_STEP, self._length - start)
+            if _madvise(self._address + start, size, MADV_POPULATE_WRITE) != 0:
                 return
             with self._changed:  # the range may have been cut meanwhile
-                self.done = min(self.done + size, self._length)
+                self.done = min(start + size, self._length)
 
     def close(self) -> None:
         """End the thread, which takes milliseconds. Idempotent."""
