@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -14,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import lmdb
 
 from spec.offloading import StoreContext
 from tiers.disk.disk_store import DiskStore
@@ -34,6 +38,21 @@ SLOT = slot_bytes(PAYLOAD)
 
 MODE = "KVTIERS_TEST_DISK_MODE"
 """Environment variable, for child processes too: io and durability, like "direct none"."""
+
+
+LMDB_PAGE = min(mmap.PAGESIZE, 1 << 15)
+"""Bytes of a page of an index that is made on this machine."""
+
+
+def make_index(path: Path, page: int) -> None:
+    """An index without blocks, as LMDB makes it where the system's pages are so large."""
+    lmdb.open(str(path), subdir=False, mode=0o600).close()
+    made, metas = path.read_bytes(), bytearray(2 * page)
+    for number in range(2):
+        start = number * page
+        metas[start : start + 200] = made[number * LMDB_PAGE :][:200]
+        struct.pack_into("<I", metas, start + 40, page)
+    path.write_bytes(metas)
 
 
 def open_disk(path: Path, slots: int = 8, payload: int = PAYLOAD) -> DiskStore:
@@ -85,7 +104,7 @@ def slab_path(path: Path, payload: int = PAYLOAD) -> Path:
 def allocated(path: Path) -> int:
     """Disk space behind the slab files in bytes, but for what the file system's own lists take."""
     found = [file.stat() for file in path.glob("slab-*.dat")]
-    return sum(max(0, stat.st_blocks * 512 - 8192) for stat in found)
+    return sum(max(0, stat.st_blocks * 512 - 2 * os.statvfs(path).f_frsize) for stat in found)
 
 
 def audit(store: DiskStore, lists: int = 0) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.disk.audit import Other, folder_of, get, keys, open_disk, opened, put
+from tests.disk.audit import LMDB_PAGE, Other, folder_of, get, keys, open_disk, opened, put
 from tests.disk.child import NUMBERS, running
 from tests.support.clock import wait_for
 from tiers.disk.disk_store import DiskStore
@@ -134,7 +134,7 @@ def test_it_sees_what_other_processes_do(tmp_path: Path) -> None:
 
 STORES_WHEN_TOLD = """
 from tiers.disk.index import edit, fingerprint_index
-edit._LOG_PAGES = 1
+edit._LOG_BYTES = int(args[1])
 with opened(path, slots=200) as store:
     say("open")
     for number in range(200, 5000, 5):
@@ -151,7 +151,8 @@ def test_another_process_stores_while_a_table_is_made(
 ) -> None:
     """At each piece of the index the other stores. The log is shorter than all that, and a table is
     made anew only if it is shorter than what is stored at one piece."""
-    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    log = LMDB_PAGE if at_a_piece == 1 else 4096  # of several rows, or of one where pages are large
+    monkeypatch.setattr(edit, "_LOG_BYTES", log)
     monkeypatch.setattr("tiers.disk.index.fingerprint_index._KEY_BATCH", 5)
     made: list[FingerprintTable] = []
     original = FingerprintTable.add
@@ -167,7 +168,7 @@ def test_another_process_stores_while_a_table_is_made(
     monkeypatch.setattr(FingerprintTable, "add", add)
     with opened(tmp_path, slots=200) as store:
         put(store, keys(*range(200)))
-        other = Other(STORES_WHEN_TOLD, tmp_path)
+        other = Other(STORES_WHEN_TOLD, tmp_path, log)
         assert other.hear() == "open"
         settled(store)
         every = keys(*range(5000))
@@ -179,7 +180,7 @@ def test_another_process_stores_while_a_table_is_made(
 def test_a_table_follows_the_log_though_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
-    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr(edit, "_LOG_BYTES", LMDB_PAGE)
     monkeypatch.setattr(upkeep, "EVERY_S", 0.02)
     applied: list[int] = []
     original = FingerprintTable.apply
@@ -209,7 +210,7 @@ def asks_no_index(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> list[boo
 def test_a_table_that_lost_the_log_serves_until_another_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
-    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr(edit, "_LOG_BYTES", 4096)
     monkeypatch.setattr(Upkeep, "start", lambda self: None)
     with opened(tmp_path, slots=300) as store:
         put(store, keys(0, 1))
@@ -301,7 +302,7 @@ def test_where_no_other_table_can_be_made_the_index_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """A table that has lost the log would name what went, and miss what came, from then on."""
-    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr(edit, "_LOG_BYTES", 4096)
     monkeypatch.setattr(Upkeep, "start", lambda self: None)
 
     def fails(*_: object) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,13 @@ import lmdb
 import pytest
 
 from tests.disk.audit import (
+    LMDB_PAGE,
     audit,
     folder_of,
     get,
     key,
     keys,
+    make_index,
     open_disk,
     opened,
     put,
@@ -47,7 +50,7 @@ def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str, sealed: b
     if damage == "garbage":
         index.write_bytes(random.Random(7).randbytes(65536))
     else:
-        os.truncate(index, 3 * 4096 if damage == "cut" else 100)
+        os.truncate(index, 3 * LMDB_PAGE if damage == "cut" else 100)
     with opened(tmp_path) as store:
         assert get(store, keys(0, 1, 2)) == [False] * 3
         assert put(store, keys(0, 1, 2)) == [True] * 3
@@ -75,7 +78,7 @@ def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "index.seal").unlink()
     index = tmp_path / "index.mdb"
     content = bytearray(index.read_bytes())
-    for meta in (0, 4096):  # a magic number, then the data format's version
+    for meta in (0, LMDB_PAGE):  # a magic number, then the data format's version
         content[meta + 20 : meta + 24] = (7).to_bytes(4, "little")
     index.write_bytes(content)
     with pytest.raises(TierNotOpen, match=r"index.mdb"):
@@ -114,12 +117,34 @@ def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     from tiers.disk.folder import open_folders
     from tiers.disk.index.index import Index
 
-    monkeypatch.setattr(open_folders, "Index", partial(Index, map_bytes=20 * 4096))
+    monkeypatch.setattr(open_folders, "Index", partial(Index, map_bytes=20 * LMDB_PAGE))
     with opened(tmp_path, slots=3000) as store:
         with pytest.raises(TierFull):
-            for n in range(600):
+            for n in range(600 * LMDB_PAGE // 4096):
                 put(store, [key(n) + bytes(80)], 1000)
         assert put(store, [key(0) + bytes(80)], 1000) == [True]
+
+
+@pytest.mark.parametrize("page", [1 << 12, 1 << 15])
+def test_an_index_of_a_machine_with_other_pages_serves_and_its_log_is_as_long(
+    tmp_path: Path, page: int
+) -> None:
+    """LMDB has pages of the system's size, and of 32 KiB where that is 64 KiB, as on aarch64."""
+    make_index(tmp_path / "index.mdb", page)
+    with opened(tmp_path) as store:
+        for start in (0, 8):
+            assert all(put(store, keys(*range(start, start + 8))))
+    with opened(tmp_path) as store:
+        assert get(store, keys(*range(16))) == [False] * 8 + [True] * 8
+        audit(store)
+        index = folder_of(store).index
+        with index.edit(b"owner") as changed:
+            for row in range(400):
+                changed._log(array("q", [row] * 500))
+        with index.begin("changes") as txn:
+            log = txn.stat()
+        assert log["psize"] == page and log["entries"] > 100
+        assert (log["leaf_pages"] + log["overflow_pages"]) * page <= 1 << 20
 
 
 def test_of_uses_that_nobody_writes_down_the_last_ones_are_kept(

@@ -136,7 +136,7 @@ FIRST = Slot(0, 0)
 MAX_SKIPPED = 1024
 """Blocks that one edit skips to evict others, in half a millisecond."""
 
-_LOG_PAGES = 256  # 1 MiB
+_LOG_BYTES = 1 << 20
 
 
 class Edit:
@@ -186,7 +186,8 @@ class Edit:
 
     def _is_long(self, log: Mapping[str, int]) -> bool:
         # The last row stays, since it numbers the next.
-        return log["entries"] > 1 and log["leaf_pages"] + log["overflow_pages"] > _LOG_PAGES
+        pages = log["leaf_pages"] + log["overflow_pages"]  # of 4 to 32 KiB, by the machine's
+        return log["entries"] > 1 and pages * log["psize"] > _LOG_BYTES
 
     def entry(self, key: bytes) -> Entry | None:
         data = self._get("blocks", key)
