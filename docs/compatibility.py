@@ -78,6 +78,13 @@ Engines ran on 3.11, those on a GPU on 3.12. What needs none ran on 3.11, 3.12 a
 test-python PYTHON=...`), on 3.11 with PyTorch 2.13, 2.14.1 and 2.15.0, and with the oldest packages
 that `pyproject.toml` allows (`OLDEST=1`).
 
+## Processors
+
+All else ran on x86-64. On aarch64 only an emulated machine did: Linux 6.1 with pages of 64 KiB,
+Python 3.11, PyTorch 2.9. `doctor`, `try`, `check disk` and most tests of host memory, stores
+and the `disk` tier passed, on ext4 (blocks of 4 and 64 KiB); folders went to x86-64 and back. No
+engine, GPU or real device ran.
+
 ## File systems
 
 The `disk` tier's tests passed on ext4, XFS and Btrfs (Linux 6.18), and it served beside what filled
