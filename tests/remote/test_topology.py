@@ -236,20 +236,20 @@ def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisSe
 @pytest.mark.faults
 @pytest.mark.fault
 def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
-    keys = [make_key() for _ in range(12)]
+    keys = [make_key() for _ in range(40)]  # of which each node has some
     with cluster() as nodes:
-        store = open_store(url_of(*nodes), "500ms")
+        store = open_store(url_of(*nodes), "1s")
         guarded = Guarded(store, "remote", retry_after=0.1)
-        assert put(guarded, *keys) == [True] * 12
+        assert put(guarded, *keys) == [True] * 40
         for node in nodes:
             node.hang()
         with pytest.raises(TierUnavailable):
             store.has(keys)
-        assert guarded.has(keys) == [False] * 12
+        assert guarded.has(keys) == [False] * 40
         assert not is_up(guarded)
         for node in nodes:
             node.resume()
-        wait_until(lambda: get(guarded, *keys) == [True] * 12)
+        wait_until(lambda: get(guarded, *keys) == [True] * 40)
         wait_until(lambda: put(guarded, make_key()) == [True])
         assert is_up(guarded)
         guarded.close()

@@ -34,7 +34,8 @@ def test_killed_engines_leave_no_memory_and_no_lock(
     vllm_jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path: Path, kind: str
 ) -> None:
     """In the midst of stores and loads; and the next engine serves what the folder has."""
-    chain = (cpu("2MiB"), disk(tmp_path / "disk"))
+    room = (KILLS + 2) * 64 << 20  # a fast engine stores all that it is asked, and evicts nothing
+    chain = (cpu("2MiB"), disk(tmp_path / "disk") | {"capacity": f"{room}B"})
     config = tiers(*chain) if kind == "own" else hosted(*chain)
     prompts, chance = documents(4, 600), random.Random(KILLS)
     said: dict[int, Any] = {}
@@ -62,7 +63,7 @@ def test_killed_engines_leave_no_memory_and_no_lock(
     assert not [path for path in maps if Path(path).exists()]
     # A process that is killed has its locks, and the room it had reserved, until it has ended.
     wait_for(lambda: not scan_owners(tmp_path / "disk" / "owners", one_host=True).alive)
-    store = DiskStore(tmp_path / "disk", 64 << 20, StoreContext(BLOCK_BYTES))
+    store = DiskStore(tmp_path / "disk", room, StoreContext(BLOCK_BYTES))
     audit(store)
     with folder_of(store).index.edit(b"auditor of slots") as edit:
         assert not list(edit.reservations()), "room that nobody will fill"
