@@ -142,8 +142,13 @@ def test_an_authority_that_changes_while_an_engine_serves_is_read_again(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("says_why", [True, False])
 def test_a_certificate_of_ours_that_is_renewed_is_read_again(
-    shared_server: RedisServer, ours: Authority, strangers: Authority, tmp_path: Path
+    shared_server: RedisServer,
+    ours: Authority,
+    strangers: Authority,
+    tmp_path: Path,
+    says_why: bool,
 ) -> None:
     files = tmp_path / "tls.crt", tmp_path / "tls.key"
 
@@ -155,8 +160,11 @@ def test_a_certificate_of_ours_that_is_renewed_is_read_again(
     named = {"cert_file": str(files[0]), "key_file": str(files[1])}
     settings: dict[str, Any] = {"timeout": "2s", "tls": {"ca_file": str(ours.ca_file), **named}}
     certificate, key = ours.certify("127.0.0.1"), make_key()
+    trusted, refuses = tmp_path / "trusted.pem", "" if says_why else "strangers"
+    authorities = [ours] if says_why else [ours, strangers]
+    trusted.write_bytes(b"".join(one.ca_file.read_bytes() for one in authorities))
     with (
-        TlsFront(shared_server.port, certificate, client_ca=ours.ca_file) as front,
+        TlsFront(shared_server.port, certificate, client_ca=trusted, refuses=refuses) as front,
         opened(url_of(front), **settings) as store,
     ):
         with pytest.raises(TierUnavailable):

@@ -7,6 +7,7 @@ import ipaddress
 import select
 import socket
 import ssl
+import struct
 import threading
 from pathlib import Path
 
@@ -67,7 +68,8 @@ class Authority:
 class TlsFront(Front):
     """Speaks TLS to clients and plain to the server at `port_behind`, byte for byte.
 
-    `client_ca`: also asks clients for a certificate. `also_plain`: who does not begin with TLS is
+    `client_ca`: also asks clients for a certificate; cuts off, without a word, one by the authority
+    that it `refuses`. `also_plain`: who does not begin with TLS is
     passed on as well, as other servers in a test are.
     """
 
@@ -77,12 +79,14 @@ class TlsFront(Front):
         certificate: tuple[Path, Path],
         *,
         client_ca: Path | None = None,
+        refuses: str = "",
         also_plain: bool = False,
         port: int = 0,
     ) -> None:
         super().__init__(port)
         self._behind = port_behind
         self._also_plain = also_plain
+        self._refuses = refuses
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.load_cert_chain(*certificate)
         if client_ca is not None:
@@ -98,6 +102,11 @@ class TlsFront(Front):
         is_tls = client.recv(1, socket.MSG_PEEK) == b"\x16"
         if is_tls or not self._also_plain:
             client = self._tls.wrap_socket(client, server_side=True)
+            if self._refuses and self._refuses in str(client.getpeercert()):
+                at_once = struct.pack("ii", True, 0)  # what is under way is lost
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                client.close()
+                return
         server = socket.create_connection(("127.0.0.1", self._behind))
         self._sockets += [client, server]
         with client, server:

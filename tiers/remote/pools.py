@@ -23,7 +23,7 @@ LEAST_WAIT = 0.001
 """Seconds for each further address of a host once the time is over: enough to be refused."""
 
 
-_CERTIFICATE = re.compile(r"certificate|_ssl\.c")
+_REFUSAL = re.compile(r"certificate|_ssl\.c|reset by peer|Broken pipe|closed")
 """Is in errors about a server's certificate. A server that refuses ours may say so, or just hang
 up."""
 
@@ -126,7 +126,7 @@ def reason(error: Exception) -> str:
 def is_of_files(error: Exception) -> bool:
     """Return whether one side did not take the other's password or certificate: files of ours may
     have changed since they were read."""
-    return _is_refused(error) or _CERTIFICATE.search(str(error)) is not None
+    return _is_refused(error) or _REFUSAL.search(str(error)) is not None
 
 
 def _is_refused(error: Exception) -> bool:
