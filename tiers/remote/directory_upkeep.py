@@ -124,8 +124,9 @@ class PacksAndLeftovers:
     def list(self, refused: Callable[[TierRefused], None]) -> Iterator[Sequence[Listed]]:
         """See `Bucket`. Raises OSError."""
         self._watched = {}
-        for folder in self._folders(refused):
-            yield from self._list(folder, refused)
+        for space in namespaces(self._path):
+            for folder in self._allowed(fan_out(self._path, space), refused):
+                yield from self._list(folder, refused)
         self._before = self._watched
 
     def _list(
@@ -165,10 +166,6 @@ class PacksAndLeftovers:
             os.rmdir(path)
         else:
             unlink(path)
-
-    def _folders(self, refused: Callable[[TierRefused], None]) -> Iterator[str]:
-        for space in namespaces(self._path):
-            yield from self._allowed(fan_out(self._path, space), refused)
 
     def _allowed(self, some: Iterator[T], refused: Callable[[TierRefused], None]) -> Iterator[T]:
         """These, up to a folder that this process's user may not read."""

@@ -51,7 +51,12 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     facts = {
         "engine": engine_version,
         "config": config_digest(vllm_config.model_config.hf_config),
-        **{key: value for one in configs for key, value in _keyed(*one)},
+        **{
+            f"{name}.{field}": text_of(getattr(config, field))
+            for name, config in configs
+            for field in FIELDS[name].keyed
+            if hasattr(config, field)
+        },
     }
     unknown = {key: value for one in configs for key, value in _unknown(*one)}
     if unknown:
@@ -68,12 +73,6 @@ def _configs(name: str, config: Any) -> Iterator[tuple[str, Any]]:
     for field, part in PARTS.get(name, {}).items():
         if (inner := getattr(config, field, None)) is not None:
             yield from _configs(part, inner)
-
-
-def _keyed(name: str, config: Any) -> Iterator[tuple[str, str]]:
-    for field in FIELDS[name].keyed:
-        if hasattr(config, field):
-            yield f"{name}.{field}", text_of(getattr(config, field))
 
 
 def _unknown(name: str, config: Any) -> Iterator[tuple[str, str]]:
