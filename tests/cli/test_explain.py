@@ -92,7 +92,7 @@ def answering(tmp_path: Path) -> Iterator[Callable[[str, bytes], None]]:
     [
         (b"[1]\n", "it answers: [1]"),
         (b"\xff\n", "can't decode byte 0xff"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "while decoding a JSON array"),
         (
             b'{"answer": [{"request": "a"}]}\n',
             "engine a: its answer is another version's; ask with the kvtiers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -281,6 +282,8 @@ def test_blocks_are_nothing_to_the_garbage_collector(open_tier: Open) -> None:
     large = [one for one in inside if hasattr(one, "__len__") and one is not tier._queues]
     large = [one for one in large if len(one) >= 1000]
     assert large
+    if sys.version_info >= (3, 14):  # which looks through each dict
+        large = [one for one in large if not isinstance(one, dict)]
     assert all(not gc.is_tracked(one) or len(gc.get_referents(one)) < 10 for one in large)
 
 

@@ -103,6 +103,11 @@ def test_what_nobody_used_for_long_goes_if_the_operator_says_so(
     records.close()
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_said_to_be_empty(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="too long"):
+        next(DiskRecords(tmp_path / ("x" * 256)).listed())
+
+
 def test_ages_are_those_of_the_last_use(
     tmp_path: Path, kvtiers: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -583,14 +583,14 @@ MUTANTS = (
     STORE.but(
         "processes",
         "each store is for itself",
-        "sqlite3.connect(path, timeout,",
-        "sqlite3.connect(':memory:', timeout,",
+        "path, timeout=timeout,",
+        "':memory:', timeout=timeout,",
     ),
     STORE.but(
         "processes",
         "each process is for itself",
-        "sqlite3.connect(path, timeout,",
-        "sqlite3.connect(f'{path}{__import__(\"os\").getpid()}', timeout,",
+        "path, timeout=timeout,",
+        "f'{path}{__import__(\"os\").getpid()}', timeout=timeout,",
     ),
     STORE.but(
         "processes",

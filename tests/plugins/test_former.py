@@ -38,6 +38,8 @@ def test_its_kit_passes(api: int, tmp_path: Path, plugin: Install) -> None:
     for name in (name for name in dir(made["TestFolder"]) if name.startswith("test_")):
         if "are_not_kept" in name and sys.version_info[:2] == (3, 12):
             continue  # they are: pathlib, by which it names its files, keeps all names there
+        if "errors_are_raised" in name and sys.version_info >= (3, 14):
+            continue  # pathlib's `exists`, by which it looks, hides them there
         kit = made["TestFolder"]()
         kit.path = tmp_path / name
         kit.path.mkdir()

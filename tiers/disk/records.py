@@ -53,8 +53,11 @@ class DiskRecords:
 
     def _open(self) -> OpenFolder:
         if self._opened is None:
-            if not self._folder.index.exists():
-                raise TierUnusable(f"{self._folder.path}: found no tier there; nothing is stored")
+            try:
+                self._folder.index.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                line = f"{self._folder.path}: found no tier there; nothing is stored"
+                raise TierUnusable(line) from None
             self._opened = open_folders.acquire(self._folder.path, None, DEFAULT_ACCESS)
         return self._opened
 

@@ -61,8 +61,10 @@ def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16
 
     Reads the first lines to find the format. Raises `TraceError` for other files.
     """
-    if not path.exists():
-        raise TraceError(f"{path}: there is no such file or folder")
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise TraceError(f"{path}: there is no such file or folder") from None
     if path.is_dir():
         names = sorted(file for file in path.iterdir() if not file.name.startswith("."))
         if recorded := [file for file in names if file.name.endswith(_RECORDED)]:

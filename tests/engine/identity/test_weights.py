@@ -84,6 +84,14 @@ def test_a_model_s_own_code_and_settings_count_and_its_tokenizer_does_not(model:
     assert found(model) != other
 
 
+def test_what_cannot_be_looked_at_is_neither_left_out_nor_missing(model: Path) -> None:
+    (model / "model-3.safetensors").symlink_to("x" * 256)
+    for where in ("x" * 256, str(model)):
+        config = SimpleNamespace(model=where, revision=COMMIT)
+        with pytest.raises(OSError, match="too long"):
+            source(config, SimpleNamespace(load_format="auto"), None, time.time())
+
+
 def test_the_same_weights_under_another_path_are_the_same(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "mount" / "elsewhere")
     (tmp_path / "link").symlink_to(model)

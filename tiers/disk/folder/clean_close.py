@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +96,7 @@ def _wrong(index: Path, found: State) -> str | None:
 
 def remove(folder: Folder) -> None:
     """Remove the digest before the index is changed. Raises OSError."""
-    if folder.digest.exists():
+    with suppress(FileNotFoundError):
         folder.digest.unlink()
         sync_folder(folder.path)  # or a power cut could bring back the digest of an older index
 
@@ -115,7 +115,7 @@ def leave(folder: Folder, owner: Owner) -> bool:
                 break
             now = state(folder)
             if now == then:
-                if not folder.digest.exists():  # a condemned folder stays condemned
+                if now.digest is None:  # a condemned folder stays condemned
                     record(folder, digest)
                 owner.leave(clean=True)
                 return True

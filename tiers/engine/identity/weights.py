@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISLNK, S_ISREG
 from typing import Any
 
 from tiers.engine.identity.digests import FileChanged
@@ -79,19 +80,29 @@ def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
     if "://" in where:
         raise NoIdentity(f"are behind a URL ({where.partition('://')[0]}://...)")
     path = Path(where)
-    if path.exists():
-        return _files(path)
-    return _from_hub(where, model.revision, hub, since)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return _from_hub(where, model.revision, hub, since)
+    return _files(path)
 
 
 def _files(path: Path) -> Source:
     if not path.is_dir():
         return Source(files=(path,))
-    files = sorted(p for p in path.iterdir() if p.is_file())
+    files = sorted(filter(_is_file, path.iterdir()))
     if not any(p.suffix in WEIGHTS for p in files):
         raise NoIdentity("are in no file of the model's folder")
     decide = (p for p in files if p.name not in WITHOUT_EFFECT)
     return Source(files=tuple(p for p in decide if p.suffix in (*WEIGHTS, *PROGRAMS)), folder=path)
+
+
+def _is_file(path: Path) -> bool:
+    # `Path.is_file` hides an error from Python 3.14 on: the file would be no part of the identity.
+    try:
+        return S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _from_hub(name: str, revision: str | None, hub: Path | None, since: float) -> Source:
@@ -168,6 +179,6 @@ def _same_links(path: Path, since: float) -> None:
 
 def links(path: Path) -> Iterator[Path]:
     for part in (path, *path.parents):
-        if part.is_symlink():
+        if S_ISLNK(part.lstat().st_mode):
             yield part
             yield from links(part.parent / part.readlink())

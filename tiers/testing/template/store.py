@@ -36,7 +36,9 @@ class TemplateStore:
         # One connection, one thread at a time: calls overlap.
         self._lock = threading.Lock()
         try:
-            self._db = sqlite3.connect(path, timeout, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                path, timeout=timeout, isolation_level=None, check_same_thread=False
+            )
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = OFF")  # it is a cache
             self._db.executescript(TABLE)
