@@ -74,9 +74,9 @@ that leave streams. Prompt log probabilities load nothing.
 
 ## Python
 
-Engines ran on 3.11, those on a GPU on 3.12. What needs none ran on 3.11 to 3.14 (`make
-test-python PYTHON=...`), on 3.11 with PyTorch 2.13, 2.14.1 and 2.15.0, and with the oldest packages
-that `pyproject.toml` allows (`OLDEST=1`).
+Engines ran on 3.11 and 3.14, those on a GPU on 3.12. What needs none ran on 3.11 to 3.15 (`make
+test-python PYTHON=...`; on 3.15 lmdb and zstandard had to be compiled), on 3.11 with PyTorch 2.13,
+2.14.1 and 2.15.0, and with the oldest packages that `pyproject.toml` allows (`OLDEST=1`).
 
 ## Processors
 

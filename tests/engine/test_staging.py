@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ def test_a_disk_alone_stores_all_of_a_large_step(
     assert not any("dropped" in name for name in made.stats["disk"])
 
 
+def step_as_stores_end(made: ReplayEngine, goes_on: Callable[[], bool]) -> None:
+    """An engine that steps on would soon be over."""
+    half: Any = made.workers[0]
+    in_flight = half.connector.children[0]._stores
+    while goes_on():
+        wait_for(lambda: all(one.future.done() for one in in_flight.values()))
+        made.step()
+
+
 def test_what_found_no_room_is_offered_again_while_its_request_runs(
     engine: MakeEngine, store: TroubledStore
 ) -> None:
@@ -59,11 +69,7 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
         made.step()
     assert scheduler._stores.slots_pinned == 16
     store.pace.resume()
-    half: Any = made.workers[0]
-    in_flight = half.connector.children[0]._stores
-    while len(request.output) < 29:  # an engine that steps on would soon be over
-        wait_for(lambda: all(one.future.done() for one in in_flight.values()))
-        made.step()
+    step_as_stores_end(made, lambda: len(request.output) < 29)
     made.run()
     made.settle()
     assert set(request.block_hashes[:100]) <= {
@@ -124,10 +130,13 @@ def test_a_request_that_was_preempted_offers_again_what_it_has_again(
     made = engine(chain(), num_blocks=60, batch_tokens=60, prefix_caching=False)
     store.pace.hang("put")
     both = [made.add([n, *LONG[:110]], 40) for n in range(2)]
+    while not all(request.num_computed_tokens for request in both):
+        time.sleep(0.01)  # else one is over before the other is looked up
+        made.step()
     for _ in range(8):
         made.step()
     store.pace.resume()
-    made.run()
+    step_as_stores_end(made, lambda: made.scheduler.busy)
     made.settle()
     assert made.scheduler.preemptions > 0
     stored = len(store.blocks)
