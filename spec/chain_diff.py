@@ -50,8 +50,7 @@ class KeyChange(NamedTuple):
 
 
 class TierChange(NamedTuple):
-    """One tier. `before`, `after`: its load priority, from 1; None: it is in the other chain
-    alone."""
+    """One tier. `before`, `after`: its load priority, from 1; None: only the other chain has it."""
 
     name: str
     kind: Kind

@@ -313,8 +313,7 @@ class Described(Protocol):
     """Capability: the store describes how it works, for the log line of its opening."""
 
     def describe(self) -> str:
-        """Name the place of its blocks and how they are reached, in a few words without a
-        secret."""
+        """Name the place of its blocks and how they are reached, in few words, without secrets."""
 
 
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:

@@ -134,8 +134,7 @@ class RequestMarks:
     depends on, but for its media."""
 
     def ready(self, request: Request) -> bool:
-        """Whether it is known what may be loaded for the request; if not, it is in a later
-        step."""
+        """Whether it is known what may be loaded for the request; if not, a later step knows."""
         return True
 
     def of(self, request: Request) -> RequestMark:

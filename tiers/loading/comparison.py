@@ -124,8 +124,7 @@ class Comparison:
         return each is not None and load > ENOUGH * plan.tokens * each
 
     def shared(self, tiers: Iterable[int], plan: P, share: Share[P]) -> P:
-        """The plan, or, where it is long, the same prefix from all measured ones of `tiers` at
-        once."""
+        """The plan, or, where it is long, the same prefix from all measured `tiers` at once."""
         if not self._is_long(plan):
             return plan
         paces = {i: p for i in tiers if i in self.meters and (p := self.meters[i].pace(self._size))}
@@ -300,8 +299,7 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else None
 
     def step_begins(self, tokens: int) -> int | None:
-        """Note that a step will compute `tokens` of prompts; its number, if it is to be
-        measured."""
+        """Note that a step computes `tokens` of prompts; its number, if it is to be measured."""
         if tokens < MIN_TOKENS:
             return None
         self._number += 1

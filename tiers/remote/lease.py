@@ -54,8 +54,7 @@ class Terms(Protocol):
         """Its note, and what else tells one beat from another; empty: it is gone."""
 
     def write(self, term: int, note: bytes) -> bool:
-        """Replace its note. False: it is gone; where that can't be seen, it is `newest` that
-        tells."""
+        """Replace its note. False: it is gone; where that can't be seen, `newest` tells."""
 
 
 class Lease:

@@ -22,10 +22,8 @@ from tiers.remote.url import Endpoint, RedisUrl
 LEAST_WAIT = 0.001
 """Seconds for each further address of a host once the time is over: enough to be refused."""
 
-
 _REFUSAL = re.compile(r"certificate|_ssl\.c|reset by peer|Broken pipe|closed")
-"""Is in errors about a server's certificate. A server that refuses ours may say so, or just hang
-up."""
+"""Is in errors about a server's certificate; one that refuses ours may say so, or just hang up."""
 
 
 class ConnectionSettings(NamedTuple):

@@ -23,8 +23,7 @@ from tiers.contract.weight_reports import Watch
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
-    """Calls every child, with its orders; a request's transfer ends when its last child has
-    ended."""
+    """Calls every child, with its orders; a request's transfer ends with its last child's."""
 
     def __init__(
         self,

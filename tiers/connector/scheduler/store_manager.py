@@ -112,11 +112,9 @@ class StoreManager(TierManager):
     """Keys remembered as held, so that neither is a store behind a network offered them again, nor
     an index asked: 2 microseconds a key where it has a million, 16 ms for 128k tokens."""
     RECENT_SECONDS = 60.0
-    """How long they are at most; then an offer renews a time to live, or replaces what was
-    evicted."""
+    """How long at most; then an offer renews a time to live, or replaces what was evicted."""
     LOOKUP_LIFETIME = 0.5
-    """Seconds for which an answer of a store behind a network holds while its request waits to
-    run."""
+    """Seconds that an answer of a store behind a network holds while its request waits to run."""
     CHECKS = 6_400.0
     """Names a second whose answers are compared with an index again while their request waits: 1%
     of the thread's time. A prompt of 128k tokens on eight ranks takes ten seconds, on one little

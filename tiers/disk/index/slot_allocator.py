@@ -19,8 +19,7 @@ from tiers.disk.slab import NO_SPACE, Slabs
 from tiers.store import Usage
 
 _MAX_USES = 1 << 16
-"""Blocks whose uses are remembered until they are written down; beyond it the oldest are
-forgotten."""
+"""Blocks whose uses are remembered until they are written down; older ones are forgotten."""
 
 USE_BATCH = 512
 """Blocks whose uses one edit writes down, in 2 ms: all processes wait for it."""

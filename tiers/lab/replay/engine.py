@@ -134,8 +134,7 @@ class ReplayEngine:
         kv_transfer_params: dict[str, Any] | None = None,
         **more: Any,
     ) -> ReplayRequest:
-        """Queue a request; `more`: its other fields. Raises ValueError for one that can never
-        fit."""
+        """Queue a request; `more`: its other fields. Raises ValueError if it can never fit."""
         name, size = f"request-{next(self._ids)}", self.model.block_tokens
         asked = list(prompt), max_tokens, size, salt, kv_transfer_params
         request = ReplayRequest(name, *asked, **more)

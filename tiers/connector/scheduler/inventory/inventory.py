@@ -306,8 +306,7 @@ class Inventory:
     # -- what was evicted ----------------------------------------------------------------------
 
     def _audit(self) -> None:
-        """Look through one file, or a part of what is remembered, for what the tier holds no
-        more."""
+        """Look through one file, or a part of what is remembered, for what the tier lacks now."""
         if self._due:
             return  # what was found before is announced before, while `but` is up to date
         if not self._round and not self._unseen:
