@@ -196,7 +196,7 @@ class Evictor:
             self._lease.resign()
 
     def _beat(self) -> bool:
-        """Renew or watch the lease, if it is time; whether it is held. Raises TierError, OSError."""
+        """Renew or watch the lease, if it is due; whether it is held. Raises TierError, OSError."""
         if self._clock() >= self._next_beat:
             self._next_beat = self._clock() + self._pace.beat
             try:
