@@ -79,10 +79,13 @@ class Empty(TierManager):
         return [True] * len(keys)
 
 
-def stores_of(requests: RequestTable, clock: Clock, slots: int) -> tuple[Tier, TierStores]:
+def stores_of(
+    requests: RequestTable, clock: Clock, slots: int, *, opens: bool = True
+) -> tuple[Tier, TierStores]:
     events = KVEvents(Place("tier", "STORAGE", True), requests)
     tier = Tier("tier", requests, rules(clock), Tenants("tier", {}), events)
-    tier.opened(OpenTier(Empty(), SlotPool(slots), block_bytes=1))
+    if opens:
+        tier.opened(OpenTier(Empty(), SlotPool(slots), block_bytes=1))
     tier.update({0: HEALTHY})
     return tier, TierStores(tier, Jobs(1), TierHints(tier, clock), promote=False)
 
@@ -103,12 +106,58 @@ def test_what_the_engine_gives_away_before_there_is_room_holds_nothing_back(cloc
     state = requests.of(FakeRequest("r", block_hashes=[b"a", b"b", b"c"]))
     stores.slots_pinned = 8
     full = requests.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2], [5, 6]))))
-    assert stores.orders(full) == ([], [])
+    assert stores.orders(full) == ([], []) and state.waits
     stores.slots_pinned = 0
     again = CachedRequests(["r"], set(), [([3], [7])], [8])
     (job,), _ = stores.orders(requests.begin_step(Step([], {"r": 4}, again)))
     assert [item.source for item in job.items] == [1, 2, 6, 3, 7]
     assert not state.waits
+
+
+def test_what_had_no_room_is_offered_again_as_far_as_it_is_computed_again(clock: Clock) -> None:
+    """After a preemption the request has other blocks, and fewer."""
+    requests = RequestTable(EngineInfo({}, 4, 4, 9))
+    _, stores = stores_of(requests, clock, slots=16)
+    requests.of(FakeRequest("r", block_hashes=[b"a", b"b", b"c"]))
+    stores.slots_pinned = 8
+    full = requests.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2],))))
+    assert stores.orders(full) == ([], [])
+    stores.slots_pinned = 0
+    for before, block in ((0, 7), (4, 8)):
+        cached = CachedRequests(["r"], {"r"} if not before else set(), [([block],)], [before])
+        (job,), _ = stores.orders(requests.begin_step(Step([], {"r": 4}, cached)))
+        assert [item.source for item in job.items] == [block]
+
+
+def test_a_tier_that_opens_is_offered_what_was_computed_before_and_one_that_fails_nothing(
+    clock: Clock,
+) -> None:
+    requests = RequestTable(EngineInfo({}, 4, 4, 9))
+    tier, stores = stores_of(requests, clock, slots=16, opens=False)
+    state = requests.of(FakeRequest("r", block_hashes=[b"a", b"b"]))
+    step = requests.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2],))))
+    assert stores.orders(step) == ([], []) and state.waits
+    tier.opened(OpenTier(Empty(), SlotPool(16), block_bytes=1))
+    answer = CachedRequests(["r"], set(), [None], [8])
+    (job,), _ = stores.orders(requests.begin_step(Step([], {"r": 1}, answer)))
+    assert [item.source for item in job.items] == [1, 2] and not state.waits
+    tier.failed("its worker is gone")
+    state = requests.of(FakeRequest("s", block_hashes=[b"c", b"d"]))
+    step = requests.begin_step(FakeStep({"s": 8}, FakeNewRequest("s", 0, ([3, 4],))))
+    assert stores.orders(step) == ([], []) and not state.waits
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_blocks_that_a_request_found_are_stored_where_tiers_promote(
+    clock: Clock, promote: bool
+) -> None:
+    requests = RequestTable(EngineInfo({}, 4, 4, 9))
+    _, stores = stores_of(requests, clock, slots=16)
+    stores.promote = promote
+    requests.of(FakeRequest("r", block_hashes=[b"a", b"b"]))
+    step = requests.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 4, ([1, 2],))))
+    (job,), _ = stores.orders(step)
+    assert [item.source for item in job.items] == ([1, 2] if promote else [2])
 
 
 def test_a_tier_may_have_on_its_way_what_it_stores_in_ten_seconds(clock: Clock) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.support.clock import Clock
-from tiers.connector.policy.request_state import RequestTable
+from tests.support.fake_requests import FakeRequest
+from tiers.connector.policy.request_state import RequestTable, Scheduled
 from tiers.connector.scheduler.tier import TierRequest
-from tiers.connector.scheduler.tier_stores import new_offers
-from tiers.contract.engine_info import EngineInfo
+from tiers.connector.scheduler.tier_stores import Offers, new_offers
+from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.marks import MediaMarks
+from tiers.contract.protocols import NULL_BLOCK
 
 
 def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
@@ -35,6 +39,80 @@ def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
     request.num_computed_tokens = 8
     offers = new_offers(table, own, table.ended(state, ([3, 4],)))
     assert offers.paged == [4]
+
+
+THREE = Offers(range(3), [b"a", b"b", b"c"], [5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("overwritten", "numbers"),
+    [({9}, [0, 1, 2]), ({6}, [0, 2]), ({5, 7, 8}, [1]), ({5, 6, 7}, [])],
+)
+def test_what_the_engine_has_given_away_is_not_offered(
+    overwritten: set[int], numbers: list[int]
+) -> None:
+    """It would be read when others have written into it."""
+    left = THREE.without(overwritten)
+    assert [*zip(*left, strict=True)] == [[*zip(*THREE, strict=True)][n] for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("omitted", "numbers"),
+    [
+        ([range(0)], [2, 3, 4, 5]),
+        ([range(1)], [2, 3, 4, 5]),
+        ([range(1, 2)], [4, 5]),
+        ([range(1), range(2, 3)], [2, 3]),
+        ([range(3)], []),
+    ],
+)
+def test_blocks_that_may_not_be_stored_are_offered_in_no_part(
+    omitted: list[range], numbers: list[int]
+) -> None:
+    """Two parts a block, from the second one on."""
+    offers = Offers(range(2, 6), [b"%d" % number for number in range(2, 6)], range(12, 16))
+    left = offers.outside(omitted, 2)
+    assert [*left.numbers] == numbers and [*left.paged] == [10 + number for number in numbers]
+    assert [*left.keys] == [b"%d" % number for number in numbers]
+
+
+def test_omitted_blocks_are_not_among_new_offers() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, num_blocks=9))
+    state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
+    state.given([[3, 4]])
+    state.omitted = (range(1),)
+    offers = new_offers(table, TierRequest(state), Scheduled(state, 0, 8, 2))
+    assert [*offers.paged] == [4]
+
+
+def test_a_state_is_offered_with_its_block_and_no_other_one() -> None:
+    groups = (KVGroup(8), KVGroup(8, window=1, is_state=True))
+    table = RequestTable(EngineInfo({}, 8, 8, num_blocks=9, groups=groups))
+    state = table.of(FakeRequest(block_hashes=[b"a", b"b", b"c"]))
+    state.given([[1, 2, 3], [4, 5, 6]])
+    left = [(1, 30), (3, 31), (5, 32)]
+    for offered, expected in ((0, [(0, 1), (1, 30), (2, 2), (3, 31)]), (1, [(2, 2), (3, 31)])):
+        scheduled = Scheduled(state, 0, 16, 2, states=left)
+        offers = new_offers(table, TierRequest(state, offered=offered), scheduled)
+        assert [*zip(offers.numbers, offers.paged, strict=True)] == expected
+
+
+def test_a_part_that_no_window_reaches_any_more_is_not_offered() -> None:
+    """The engine has given it away, and says so by the block that stands for none."""
+    groups = (KVGroup(8), KVGroup(8, window=9))
+    table = RequestTable(EngineInfo({}, 8, 8, num_blocks=9, groups=groups))
+    state = table.of(FakeRequest(block_hashes=[b"a", b"b", b"c"]))
+    state.given([[1, 2, 3], [NULL_BLOCK, 5, 6]])
+    offers = new_offers(table, TierRequest(state), Scheduled(state, 8, 24, 3))
+    assert [*zip(offers.numbers, offers.paged, strict=True)] == [
+        (0, 1),
+        (2, 2),
+        (3, 5),
+        (4, 3),
+        (5, 6),
+    ]
+    offers = new_offers(table, TierRequest(state), Scheduled(state, 16, 24, 3))
+    assert [*offers.numbers] == [0, 2, 3, 4, 5]
 
 
 def test_what_a_request_waited_for_its_media_is_taken_from_its_time_and_no_more() -> None:
