@@ -16,6 +16,7 @@ import pytest
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.clock import wait_for
+from tiers.block import Buffer
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.remote.directory_bucket import DirectoryBucket
@@ -61,6 +62,83 @@ def test_many_are_dropped_at_once_and_look_ups_go_on(tmp_path: Path) -> None:
         assert bucket.deletes == len(keys) and not any(store.has(keys))
     finally:
         bucket.may_delete.set()
+        store.close()
+
+
+class Failing(DirectoryBucket):
+    """Raises this of each call for one of these packs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.of: set[str] = set()
+        self.calls = 0
+        self.error: Exception = TierUnavailable("no answer")
+
+    def _may_fail(self, name: str) -> None:
+        self.calls += 1
+        if name in self.of:
+            raise self.error
+
+    def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+        self._may_fail(name)
+        return super().read(name, start, into)
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> bool:
+        self._may_fail(name)
+        return super().put(name, parts)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._may_fail(name)
+        super().delete(names)
+
+
+def test_what_some_packs_fail_of_is_missing_and_where_all_fail_that_is_said(tmp_path: Path) -> None:
+    """Else a server that is down would be asked on and on, as one that has nothing."""
+    (tmp_path / "shared").mkdir(0o700)
+    bucket, keys = Failing(tmp_path / "shared"), [make_key() for _ in range(2)]
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
+    names, blocks = [pack.name_of(key) for key in keys], Memory(keys, PAYLOAD).fill().blocks
+    try:
+        bucket.of = {*names}
+        for verb in (store.put, store.get):
+            bucket.calls = 0
+            with pytest.raises(TierUnavailable, match="no answer"):
+                verb(blocks)
+            assert bucket.calls == 2, "one for each"
+        bucket.of = {names[1]}
+        with pytest.raises(TierUnavailable):
+            store.put(blocks)
+        bucket.of = set()
+        assert store.put(blocks) == [True, True]
+        bucket.of = {names[1]}
+        assert store.get(blocks) == [True, False]
+        with pytest.raises(TierUnavailable):
+            store.drop(keys)
+        bucket.of = set()
+        assert store.has(keys) == [False, True]
+        bucket.of, bucket.error = {names[1]}, ValueError("a defect")
+        with pytest.raises(ValueError, match="a defect"):
+            store.get(blocks)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("verb", ["has", "drop"])
+def test_a_verb_begins_nothing_when_its_time_is_over(tmp_path: Path, verb: str) -> None:
+    class Late(Failing):
+        def _may_fail(self, name: str) -> None:
+            super()._may_fail(name)
+            time.sleep(0.1)
+
+    (tmp_path / "shared").mkdir(0o700)
+    bucket = Late(tmp_path / "shared")
+    store = PackStore(bucket, PAYLOAD, timeout=0.05, connections=1)
+    try:
+        with pytest.raises(TierUnavailable, match="no answer in time"):
+            getattr(store, verb)([make_key() for _ in range(9)])
+        assert bucket.calls <= 2
+    finally:
         store.close()
 
 
