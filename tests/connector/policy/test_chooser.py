@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -27,15 +27,15 @@ FAST, SLOW = 100_000.0, 100.0
 class Foreign:
     """Another connector of the engine, which has so many tokens of every request."""
 
-    def __init__(self, tokens: int | None) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: int | None, is_async: bool = True) -> None:
+        self.tokens, self.is_async = tokens, is_async
         self.asked = 0
 
     def get_num_new_matched_tokens(
         self, request: FakeRequest, computed: int
     ) -> tuple[int | None, bool]:
         self.asked += 1
-        return self.tokens, True
+        return self.tokens, self.is_async
 
 
 class Ours(Foreign):
@@ -72,7 +72,11 @@ class Chain:
     """A chain of `children`, asked for one request."""
 
     def __init__(
-        self, *make: Callable[[Clock], Foreign], load: Any = "stitched", always: bool = False
+        self,
+        *make: Callable[[Clock], Foreign],
+        load: Any = "stitched",
+        always: bool = False,
+        following: Collection[int] = (),
     ) -> None:
         self.clock = Clock(1000.0)
         self.children: list[Any] = [one(self.clock) for one in make]
@@ -82,7 +86,7 @@ class Chain:
         comparison.prefill.measured(TOKENS, TOKENS / 1000)
         names = [str(n) for n in range(len(make))]
         waits = LookupLatency(self.clock)
-        self.chooser = Chooser(self.children, names, load, requests, comparison, waits)
+        self.chooser = Chooser(self.children, names, load, requests, comparison, waits, following)
         self.state = requests.of(FakeRequest("asked", TOKENS + 1))
 
     def choose(self) -> Choice:
@@ -100,8 +104,8 @@ def ours(tokens: int | None, rate: float = FAST, engine: float = 0.0) -> Callabl
     return lambda clock: Ours(tokens, rate, engine, clock)
 
 
-def foreign(tokens: int | None) -> Callable[[Clock], Foreign]:
-    return lambda clock: Foreign(tokens)
+def foreign(tokens: int | None, is_async: bool = True) -> Callable[[Clock], Foreign]:
+    return lambda clock: Foreign(tokens, is_async)
 
 
 LOOKING = (None, None)
@@ -283,3 +287,34 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
     chain = Chain(ours(768, rate), foreign(tokens))
     assert [*chain.loaders()] == ([] if child is None else [child])
     assert Chain(ours(768, rate), foreign(None)).choose().tokens is None, "it may have more"
+
+
+@pytest.mark.parametrize(
+    ("has", "following", "expected"),
+    [
+        ([(64, True), (32, True)], [1], Choice(None, 96, True, pieces=((0, 64), (1, 32)))),
+        ([(64, True), (160, False)], [1], Choice(0, 64, True)),
+        ([(70, True), (32, True)], [1], Choice(0, 70, True)),
+        ([(64, False), (32, True)], [], Choice(0, 64, False)),
+        ([(64, False), (0, True)], [], Choice(0, 64, False)),
+        ([(64, False), (64, False)], [], Choice(0, 64, False)),
+        ([(64, True), (0, False)], [1], Choice(0, 64, True)),
+        ([(0, True), (0, False)], [1], NO_LOAD),
+    ],
+    ids=[
+        "both",
+        "in a step, behind what is loaded beside it",
+        "behind a part of a block",
+        "in a step, and longer",
+        "one has it",
+        "the first of equal ones",
+        "nothing is behind it",
+        "nothing",
+    ],
+)
+def test_other_connectors_load_pieces_only_where_each_begins_as_the_one_before_ends(
+    has: list[tuple[int, bool]], following: list[int], expected: Choice
+) -> None:
+    """What one has behind a prefix is not at the beginning of the prompt."""
+    chain = Chain(*(foreign(*one) for one in has), following=following)
+    assert chain.choose() == expected
