@@ -316,7 +316,7 @@ def is_right(came: Mapping[str, Any], engine: Engine) -> bool:
         return False
     return len(cells) == len(engine.cells) and all(
         cell.get("prefix_matters", True)
-        and cell["cached_again"] == cell["cached_own"]
+        and cell["cached_again"] >= cell["cached_own"]  # more where a store came late for its own
         and sum(cell["from_tiers"].values()) > 0.9 * cell["cached_again"]
         and (cell["same_bits"] == cell["at_once"] or not (always or cell["at_once"] == 1))
         for cell in cells

@@ -342,6 +342,7 @@ def test_what_is_right() -> None:
     assert not is_right(came(same_bits=0), CHAIN)
     assert not is_right(came(prefix_matters=False), CHAIN), "nothing can be told by such a model"
     assert not is_right(came(cached_again=960), CHAIN), "less came than the engine itself kept"
+    assert is_right(came(cached_own=960), CHAIN), "by then a tier has the last block, too"
     assert not is_right(came(from_tiers={"cpu": 400, "disk": 400}), CHAIN)
     assert not is_right(came(from_tiers={}), CHAIN), "the engine's own cache had it"
     assert not is_right({"cells": came()["cells"][1:]}, CHAIN), "a cell is missing"
