@@ -32,7 +32,6 @@ class _Prepared:
     resized: Sequence[Any]
     resize: Future[str] | None = None
     attach: dict[int, Any] = field(default_factory=dict)
-    is_opening: bool = False
 
 
 class WorkerChanges:
@@ -128,8 +127,7 @@ class WorkerChanges:
         attach, closed = prepared.order.attach, self._given_back
         if attach and closed is not None and not closed.done():
             return None
-        if not prepared.is_opening:
-            prepared.is_opening = True
+        if not prepared.attach:
             try:
                 for place, tier in attach.items():
                     made = prepared.attach[place] = self._parts.make(tier)
