@@ -22,6 +22,7 @@ from tiers.disk.index.index import UNREADABLE
 from tiers.disk.slab import DEFAULT_ACCESS
 from tiers.errors import RecordError, TierUnusable
 from tiers.host.scratch import Scratch
+from tiers.paths import found_at
 from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 
 _PIECE = 4096
@@ -53,11 +54,8 @@ class DiskRecords:
 
     def _open(self) -> OpenFolder:
         if self._opened is None:
-            try:
-                self._folder.index.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                line = f"{self._folder.path}: found no tier there; nothing is stored"
-                raise TierUnusable(line) from None
+            if found_at(self._folder.index) is None:
+                raise TierUnusable(f"{self._folder.path}: found no tier there; nothing is stored")
             self._opened = open_folders.acquire(self._folder.path, None, DEFAULT_ACCESS)
         return self._opened
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiers.errors import TraceError
+from tiers.paths import found_at
 from tiers.traces.lines import (
     Malformed,
     Parse,
@@ -61,10 +62,8 @@ def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16
 
     Reads the first lines to find the format. Raises `TraceError` for other files.
     """
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise TraceError(f"{path}: there is no such file or folder") from None
+    if found_at(path) is None:
+        raise TraceError(f"{path}: there is no such file or folder")
     if path.is_dir():
         names = sorted(file for file in path.iterdir() if not file.name.startswith("."))
         if recorded := [file for file in names if file.name.endswith(_RECORDED)]:

@@ -18,6 +18,7 @@ from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.disk.folder.folder import Folder
 from tiers.errors import TierError
+from tiers.paths import found_at
 
 FILES_EVERY_S = 600.0
 """Seconds between two looks at each file."""
@@ -78,11 +79,8 @@ class Keeping:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """The device and inode at a path; None: nothing is there. Raises OSError."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
+    found = found_at(path)
+    return None if found is None else (found.st_dev, found.st_ino)
 
 
 def _is_kept(file: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tiers.engine.identity.digests import FileChanged
 from tiers.errors import KVTiersError
+from tiers.paths import found_at
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PROGRAMS = (".py", ".json")
@@ -80,29 +81,20 @@ def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
     if "://" in where:
         raise NoIdentity(f"are behind a URL ({where.partition('://')[0]}://...)")
     path = Path(where)
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return _from_hub(where, model.revision, hub, since)
-    return _files(path)
+    if found_at(path) is not None:
+        return _files(path)
+    return _from_hub(where, model.revision, hub, since)
 
 
 def _files(path: Path) -> Source:
     if not path.is_dir():
         return Source(files=(path,))
-    files = sorted(filter(_is_file, path.iterdir()))
+    # Whatever can't be looked at would else be no part of the identity.
+    files = sorted(p for p in path.iterdir() if (at := found_at(p)) and S_ISREG(at.st_mode))
     if not any(p.suffix in WEIGHTS for p in files):
         raise NoIdentity("are in no file of the model's folder")
     decide = (p for p in files if p.name not in WITHOUT_EFFECT)
     return Source(files=tuple(p for p in decide if p.suffix in (*WEIGHTS, *PROGRAMS)), folder=path)
-
-
-def _is_file(path: Path) -> bool:
-    # `Path.is_file` hides an error from Python 3.14 on: the file would be no part of the identity.
-    try:
-        return S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _from_hub(name: str, revision: str | None, hub: Path | None, since: float) -> Source:
