@@ -15,7 +15,7 @@ class RecentDict(Generic[K, V]):
     Thread-safe.
 
     In two plain dicts, the younger of which takes the other's place when it is full or old, since
-    dicts of bytes alone are nothing that Python's garbage collector looks at.
+    Python's garbage collector does not look into dicts of bytes alone before 3.14.
     """
 
     def __init__(self, limit: int, seconds: float, clock: Callable[[], float]) -> None:

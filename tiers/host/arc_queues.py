@@ -17,7 +17,7 @@ class History(Generic[Key]):
 
     A key stands for one block, or for several by a mask with a bit for each. Two plain dicts, the
     younger of which takes the other's place when it is full: Python's garbage collector does not
-    look into dicts of bytes and ints.
+    look into dicts of bytes and ints before 3.14.
     """
 
     def __init__(self, blocks: float) -> None:

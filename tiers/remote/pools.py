@@ -23,7 +23,7 @@ LEAST_WAIT = 0.001
 """Seconds for each further address of a host once the time is over: enough to be refused."""
 
 _REFUSAL = re.compile(r"certificate|_ssl\.c|reset by peer|Broken pipe|closed")
-"""Is in errors about a server's certificate; one that refuses ours may say so, or just hang up."""
+"""Is in errors about a server's certificate, and of a server that refuses ours or just hangs up."""
 
 
 class ConnectionSettings(NamedTuple):
