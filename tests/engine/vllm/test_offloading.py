@@ -40,9 +40,9 @@ def test_host_memory_serves_what_the_engine_evicted(
 def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
-    """Staging has room for 48 blocks: each prompt of 18 pushes out another's."""
+    """Staging has room for 48 blocks: each prompt of 18 pushes out another's, once it is stored."""
     here = hosted(disk(tmp_path / "disk") | {"store_process": "always"})
-    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, **IN_PROCESS)
+    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, settled=True, **IN_PROCESS)
     assert first.tokens == answers * 2
     assert first.cached == NONE + ALL
 
@@ -256,9 +256,9 @@ def test_a_chain_of_stores_serves_past_a_damaged_one(
     """Each block is stored in all of them, and the first that has it whole serves it."""
     redis = {"type": "redis", "url": server.url}
     both = hosted(disk(tmp_path / "disk"), redis)
-    run_vllm(ONE_BY_ONE, kv_transfer_config=both, **IN_PROCESS)
+    run_vllm(ONE_BY_ONE, kv_transfer_config=both, settled=True, **IN_PROCESS)
     overwrite(tmp_path / "disk")
-    again = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, **IN_PROCESS)
+    again = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, settled=True, **IN_PROCESS)
     assert again.tokens == answers * 2
     assert again.cached[4:] == ALL
     (file,) = set(re.findall(r"/dev/shm/vllm_offload_\S+\.mmap", again.log))
@@ -268,11 +268,12 @@ def test_a_chain_of_stores_serves_past_a_damaged_one(
 def test_a_store_of_ours_under_vllms_own_spec(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
-    """Beside vLLM's own tiers: by one entry of `secondary_tiers`."""
+    """Beside vLLM's own tiers: by one entry of `secondary_tiers`. Stores may hold half of its host
+    memory, 24 blocks: no prompt of 18 is stored while another's still are."""
     spec = {"spec_name": "OffloadingOnCpu", "cpu_bytes_to_use": 3 << 20}
     transfer = recipe("Inside", 1, store=disk(tmp_path), **spec)
     transfer["kv_connector_extra_config"]["spec_module_path"] = "tests.engine.vllm.own_offloading"
-    run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
+    run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, settled=True, **IN_PROCESS)
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
     assert (again.tokens, again.cached) == (answers, ALL)
 

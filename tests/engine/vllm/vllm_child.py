@@ -330,11 +330,16 @@ def settle(llm: Any, warmed: int = 0) -> None:
     late = time.monotonic() + 30
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
     is_ahead = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # where it is in this process
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    is_copying = getattr(connector, "has_pending_push_work", bool)  # vLLM's own connector says so
 
     def is_over() -> bool:
         tiers = counters(llm).values()
         loaded = sum(tier.get("warmed_blocks", 0) for tier in tiers)
-        return loaded >= warmed and not any(tier.get("storing_jobs") for tier in tiers)
+        return loaded >= warmed and not (
+            is_copying() or any(tier.get("storing_jobs") for tier in tiers)
+        )
 
     while time.monotonic() < late and (is_ahead or not is_over()):
         is_ahead = False
