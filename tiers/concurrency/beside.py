@@ -143,8 +143,9 @@ class Beside:
             status = self._process.wait(ENDING_SECONDS)
             how = f"it was killed by signal {-status}" if status < 0 else f"it ended with {status}"
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # while it waits for a device it can't end
+            # While it waits for a device it can't end; and a filter may forbid signals.
+            with suppress(subprocess.TimeoutExpired, PermissionError):
+                self._process.kill()
                 self._process.wait(KILL_SECONDS)
         self._socket.close()
         return how

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -132,6 +134,28 @@ def test_without_it_they_are_computed_here(
     assert not is_there(process)
     assert [line.levelname for line in caplog.records] == ["WARNING"]
     assert "computed by the engine's process" in caplog.text
+
+
+def test_one_that_no_signal_may_end_ends_by_itself(
+    memory: SlotMemory, apart: Checksums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's rules may forbid signals."""
+
+    def forbidden(self: subprocess.Popen[bytes]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(subprocess.Popen, "kill", forbidden)
+    found(apart, [0])
+    assert apart._process is not None
+    apart._process.limit(0.1)
+    process = number(apart)
+    os.kill(process, signal.SIGSTOP)
+    try:
+        assert found(apart, [1, 2]) == expected(memory, [1, 2])
+    finally:
+        os.kill(process, signal.SIGCONT)
+    with suppress(ChildProcessError):  # it has been waited for
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
 
 
 def no_program(patch: pytest.MonkeyPatch) -> None:
