@@ -115,9 +115,13 @@ def audit(store: DiskStore, lists: int = 0) -> None:
         blocks = edit._txn.cursor(edit._tables["blocks"]).iternext(values=False)
         entries = {block: edit.entry(block) for block in list(blocks)}
         live = [entry.slot for entry in entries.values() if entry is not None]
-        reserved, free = list(edit.reservations()), edit.free()
+        owners, free = edit.reservations(), edit.free()
+        reserved = list(owners)
         every = [Slot(size, n) for size, count in edit.lengths().items() for n in range(count)]
         assert Counter(live + reserved + free) == Counter(every)
+        ours = {slot for slot, owner in owners.items() if owner == folder._owner.id}
+        of_puts = {slot for slots in folder._in_puts.values() for slot in slots.values()}
+        assert ours <= of_puts | {*folder._leaked}, "a slot is reserved for nobody"
         recency = edit._txn.cursor(edit._tables["recency"])
         stamps = {block: int.from_bytes(stamp, "big") for stamp, block in recency}
         assert stamps == {block: entry.stamp for block, entry in entries.items() if entry}
