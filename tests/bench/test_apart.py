@@ -25,9 +25,9 @@ def test_the_second_turn_finds_the_first_in_a_tier(
         assert result["equal"]
         first, second = result["rows"]
         assert first["cached"] == 0
-        assert second["cached"] > SAID - 32
         assert first["nixl_pulled"] > 0, "NIXL alone moves all that the decode engine has not"
         assert all(row["ratio"] == row["chain"] / row["nixl"] for row in result["rows"])
-        if all(row["chain_pulled"] < row["nixl_pulled"] for row in result["rows"]):
+        pulls_less = all(row["chain_pulled"] < row["nixl_pulled"] for row in result["rows"])
+        if pulls_less and second["cached"] > SAID - 32:
             return
     pytest.fail("a tier has it")

@@ -106,7 +106,9 @@ def test_an_engine_serves_while_its_weights_are_identified(
             [*PROMPTS * 2, *PROMPTS * 4],
             [disk(tmp_path / "disk")],
             # It looks on another thread, and goes on to serve.
-            before={str(len(PROMPTS) * 2): ["end", process], str(len(PROMPTS) * 3): ["pause", 3]},
+            before={str(len(PROMPTS) * 2): ["end", process]},
+            told={str(len(PROMPTS) * 4): [["settle", {"opened": "disk"}]]},
+            settled=True,
             env=env,
             enable_prefix_caching=False,
         )

@@ -267,8 +267,9 @@ def two_steps_in_flight() -> None:
 
 
 def tell(llm: Any, method: str, arguments: dict[str, Any]) -> None:
-    """Call a method of LLM, or a function of `training` or `live_changes`."""
+    """Call a method of LLM, `settle`, or a function of `training` or `live_changes`."""
     step = getattr(training, method, None) or getattr(live_changes, method, None)
+    step = settle if method == "settle" else step
     called = getattr(llm, method) if step is None else partial(step, llm)
     assert called(**arguments) is not False, method
 
@@ -321,13 +322,14 @@ def adapter(tokens: list[int], max_tokens: int, more: Request | None = None) -> 
     return LoRARequest(Path(folder).name, number, folder) if folder else None
 
 
-def settle(llm: Any, warmed: int = 0) -> None:
+def settle(llm: Any, warmed: int = 0, opened: str = "") -> None:
     """Let stores end, each at its tier's deadline: counters come with steps, and a busy machine's
     last stores end after the last request's. Of two steps in flight the second begins some, behind
-    that request's answer: then there is one more. And wait for this many `warmed` blocks."""
+    that request's answer: then there is one more. And wait for this many `warmed` blocks, and until
+    the tier `opened` is open."""
     from vllm import SamplingParams, TokensPrompt
 
-    late = time.monotonic() + 30
+    late = time.monotonic() + (60 if opened else 30)
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
     is_ahead = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # where it is in this process
@@ -337,9 +339,8 @@ def settle(llm: Any, warmed: int = 0) -> None:
     def is_over() -> bool:
         tiers = counters(llm).values()
         loaded = sum(tier.get("warmed_blocks", 0) for tier in tiers)
-        return loaded >= warmed and not (
-            is_copying() or any(tier.get("storing_jobs") for tier in tiers)
-        )
+        is_there = loaded >= warmed and (not opened or state(llm, opened) == "open")
+        return is_there and not (is_copying() or any(tier.get("storing_jobs") for tier in tiers))
 
     while time.monotonic() < late and (is_ahead or not is_over()):
         is_ahead = False
@@ -435,6 +436,13 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
             entry = metric.labels.get("tier") or "tenant " + metric.labels["tenant"]
             tiers.setdefault(entry, {})[name] = metric.value
     return tiers
+
+
+def state(llm: Any, tier: str) -> str:
+    """That of a tier, as the metrics show it; empty before they do."""
+    states = (one for one in llm.get_metrics() if one.name == "vllm:kvtiers_tier_state")
+    found = [one.labels["state"] for one in states if one.labels["tier"] == tier and one.value]
+    return found[0] if found else ""
 
 
 def total(llm: Any, name: str) -> float:
