@@ -7,12 +7,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import xxhash
 import zstandard
 
+from spec.fields import format_size
 from spec.offloading import StoreContext
 from tests.cli.conftest import Ran
 from tests.cli.conftest import kvtiers as kvtiers  # the fixture
@@ -24,7 +26,9 @@ from tests.support.servers import RedisServer
 from tiers import block
 from tiers.block import Header
 from tiers.data import archive, transfer
+from tiers.data.archive import ArchiveHead, ArchiveWriter
 from tiers.disk.records import DiskRecords
+from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.records import NamespaceNote
 from tiers.testing import Memory, make_key
@@ -83,18 +87,33 @@ def raw(folder: Path) -> dict[bytes, tuple[Header, bytes]]:
     return found
 
 
-def test_an_export_goes_on_wherever_it_was_cut(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+def test_an_export_goes_on_wherever_it_was_cut(
+    tmp_path: Path, kvtiers: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or lost what the device had not yet; and a tier may list a record twice, as a Redis does."""
     chance, archive = random.Random(6), tmp_path / "warm.kvt"
     part, chain = tmp_path / "warm.kvt.part", chain_of(tmp_path / "kv")
     with disk.opened(tmp_path / "kv", slots=100) as store:
         assert all(disk.put(store, disk.keys(*range(40)), PAYLOAD))
     assert kvtiers("export", chain, archive).status == 0
+    assert archive.stat().st_mode & 0o077 == 0, "what engines were asked is nobody else's"
     whole = archive.read_bytes()
     for cut in (1, 17, 40, len(whole) - 1, len(whole), *chance.sample(range(len(whole)), 5)):
         archive.unlink()
         part.write_bytes(whole[:cut])
         assert kvtiers("export", chain, archive).status == 0
         assert archive.read_bytes() == whole and not part.exists(), cut
+    archive.unlink()
+    part.write_bytes(whole[:-3000] + bytes(2000) + whole[-1000:-40])
+    assert kvtiers("export", chain, archive).status == 0 and archive.read_bytes() == whole
+    listed = DiskRecords.listed
+    monkeypatch.setattr(DiskRecords, "listed", lambda records: [*listed(records)] * 2)
+    archive.unlink()
+    with closing(ArchiveWriter(archive, ArchiveHead())):
+        beside = kvtiers("export", chain, archive)
+        assert beside.status == 1 and "another process writes it" in beside.err
+    assert "warm.kvt: 40 blocks, " in kvtiers("export", chain, archive).out
+    assert len(archive.read_bytes()) == len(whole)
 
 
 @pytest.mark.faults
@@ -124,7 +143,8 @@ def test_an_export_killed_at_ten_points_imports_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("at_once", "status", "says"), [(64, 1, "4 without room"), (2, 0, "4 evicted to make room")]
+    ("at_once", "status", "moved", "says"),
+    [(64, 1, 4, "4 without room"), (2, 0, 8, "4 evicted to make room")],
 )
 def test_what_was_used_last_is_there_after_an_import_into_less_room(
     tmp_path: Path,
@@ -132,6 +152,7 @@ def test_what_was_used_last_is_there_after_an_import_into_less_room(
     monkeypatch: pytest.MonkeyPatch,
     at_once: int,
     status: int,
+    moved: int,
     says: str,
 ) -> None:
     """Whether one put has more than there is room for, or later ones evict what earlier ones had
@@ -139,12 +160,14 @@ def test_what_was_used_last_is_there_after_an_import_into_less_room(
     monkeypatch.setattr(transfer, "batch_blocks", lambda size: at_once)
     archive, other = tmp_path / "warm.kvt", chain_of(tmp_path / "other")
     with disk.opened(tmp_path / "kv", slots=8) as store:
+        disk.put(store, disk.keys(*range(8)))
         for number in chosen(8):
-            disk.put(store, disk.keys(number))
+            assert disk.get(store, disk.keys(number)) == [True]
     assert kvtiers("export", chain_of(tmp_path / "kv"), archive).status == 0
     other.write_text(other.read_text().replace("64MiB", f"{4 * disk.SLOT}B"))
     ran = kvtiers("import", other, archive)
-    assert ran.status == status and ran.out.endswith(f", {says}\n")
+    size = format_size(moved * disk.PAYLOAD)
+    assert (ran.status, ran.out) == (status, f"disk: {moved} blocks, {size}, {says}\n")
     with disk.opened(tmp_path / "other", slots=4) as store:
         held = store.has(disk.keys(*chosen(8)))
     assert held == [False] * 4 + [True] * 4, ran
@@ -182,7 +205,8 @@ def test_damage_is_left_out_and_a_damaged_archive_imports_nothing_wrong(
         assert all(disk.put(store, disk.keys(*range(50)), PAYLOAD))
         flip(tmp_path / "kv", [3, 4], chance)
     ran = kvtiers("export", chain, archive)
-    assert ran.status == 1 and "48 blocks" in ran.out and "2 damaged and left out" in ran.out
+    size = format_size(48 * slot_bytes(PAYLOAD))
+    assert ran.status == 1 and f": 48 blocks, {size}, 2 damaged and left out" in ran.out
     whole = archive.read_bytes()
     for attempt in range(8):
         other = tmp_path / f"other{attempt}"
@@ -194,9 +218,18 @@ def test_damage_is_left_out_and_a_damaged_archive_imports_nothing_wrong(
         if disk.slab_path(other, PAYLOAD).exists():
             with disk.opened(other) as store:
                 disk.get(store, disk.keys(*range(50)), PAYLOAD)  # which checks each hit
-    archive.write_bytes(whole[:-5])
-    ran = kvtiers("import", chain_of(tmp_path / "cut"), archive)
-    assert ran.status == 1 and "export again" in ran.err
+    # Cut in its end; with another digest of its headers there; and with frames of another kind.
+    for name, blocks, spoiled in (
+        ("cut", 48, whole[:-5]),
+        ("other", 48, whole[:-8] + bytes(8)),
+        ("kind", 0, whole.replace(b"KVR\n", b"KVX\n")),
+    ):
+        archive.write_bytes(spoiled)
+        ran = kvtiers("import", chain_of(tmp_path / name), archive)
+        assert ran.status == 1 and f"{blocks} blocks" in ran.out and "export again" in ran.err
+        ran = kvtiers("export", chain, archive)
+        assert ran.status == 1 and "not a whole archive" in ran.err
+        assert archive.read_bytes() == spoiled
 
 
 def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
@@ -222,6 +255,11 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
     assert store.put(Memory([key], PAYLOAD).fill().blocks) == [True]
     store.close()
     assert kvtiers("export", chain, archive).status == 0
+    begun = tmp_path / "begun.kvt.part"
+    begun.write_bytes(archive.read_bytes()[:-5])
+    ran = kvtiers("export", encrypted("kv", "2"), tmp_path / "begun.kvt")
+    assert ran.status == 1 and "begun from a tier with other encryption keys" in ran.err
+    assert begun.read_bytes() == archive.read_bytes()[:-5]
     for other, says in (
         (chain_of(tmp_path / "plain"), "tier 'disk' has no encryption"),
         (encrypted("other", "2"), "encrypted with none of the keys"),
@@ -249,6 +287,9 @@ def lying(head: bytes, *records: tuple[bytes, bytes, bool]) -> bytes:
 
 HEAD = b'{"keys": [], "notes": {}}'
 SPACE = "6e" * 16
+_packing = zstandard.ZstdCompressor().compressobj(size=1 << 40)
+A_TIB = _packing.compress(b"x") + _packing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+"""Packed bytes that say that they unpack to a TiB."""
 
 
 @pytest.mark.parametrize(
@@ -281,20 +322,42 @@ def test_a_head_that_lies_is_named(
         (b"k" * 32, 4096, 1 << 62, True),
         (b"k" * 32, 4096, 2048, False),
         (b"k" * 32, 2048, 4096, False),
+        (b"k" * 32, 0, 0, False),
+        (b"k" * 32, 4096, 4096, b"no zstd"),
+        (b"k" * 32, 4096, 4096, A_TIB),
     ],
 )
 def test_a_record_that_lies_is_left_out(
-    tmp_path: Path, kvtiers: Callable[..., Ran], key: bytes, payload: int, stored: int, packed: bool
+    tmp_path: Path,
+    kvtiers: Callable[..., Ran],
+    key: bytes,
+    payload: int,
+    stored: int,
+    packed: bool | bytes,
 ) -> None:
+    """`packed`: the bytes of it, or whether zstd packs those that the header is of."""
     chain, data = chain_of(tmp_path / "kv"), bytes(min(stored, 4096))
     liar = block.Header(b"n" * 16 + key, 0, payload, stored, block.digest(data)).pack()
     if key == b"short":
         liar = block.Header(b"n" * 16, 0, payload, stored, block.digest(data)).pack()
-    data = zstandard.ZstdCompressor().compress(data) if packed else data
-    (tmp_path / "lies.kvt").write_bytes(lying(HEAD, (liar, data, packed)))
+    if packed:
+        data = packed if isinstance(packed, bytes) else zstandard.ZstdCompressor().compress(data)
+    (tmp_path / "lies.kvt").write_bytes(lying(HEAD, (liar, data, bool(packed))))
     ran = kvtiers("import", chain, tmp_path / "lies.kvt")
     assert ran.status == 1 and "0 blocks" in ran.out, ran.err
     assert "1 damaged and left out" in ran.out or "is damaged at byte" in ran.err
+
+
+def test_a_record_that_is_longer_than_the_archive_is_where_it_ends(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """Whoever wrote its length does not choose how much memory reading it takes."""
+    header, length = block.Header(b"n" * 48, 0, 4096, 4096, bytes(16)).pack(), 1 << 62
+    sum_ = archive._frame_sum(False, length, header)
+    frame = archive._FRAME.pack(archive._RECORD, False, length, sum_) + header + bytes(4096)
+    (tmp_path / "lies.kvt").write_bytes(lying(HEAD)[: -archive._FRAME.size] + frame)
+    ran = kvtiers("import", chain_of(tmp_path / "kv"), tmp_path / "lies.kvt")
+    assert ran.status == 1 and "0 blocks" in ran.out and "is damaged at byte" in ran.err
 
 
 def test_a_note_of_an_archive_replaces_none_and_moves_no_cursor(
@@ -331,3 +394,6 @@ def test_files_of_others_stay(tmp_path: Path, kvtiers: Callable[..., Ran]) -> No
         assert ran.status == 1 and "no archive of kvtiers" in ran.err
         assert (tmp_path / name).read_text() == "a letter to somebody"
         (tmp_path / name).unlink()
+    (tmp_path / "a.kvt.part").symlink_to(tmp_path / "of somebody")
+    with pytest.raises(OSError, match="symbolic link"):
+        ArchiveWriter(tmp_path / "a.kvt", ArchiveHead())

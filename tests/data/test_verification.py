@@ -8,20 +8,24 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from spec.fields import format_size
 from tests.cli.conftest import Ran
 from tests.cli.conftest import kvtiers as kvtiers  # the fixture
 from tests.disk import audit as disk
 from tests.support.damage import keys_on
+from tiers.data import transfer, verification
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import index_key
 from tiers.disk.records import DiskRecords
 from tiers.disk.slab import PAGE, Slab, slot_bytes
 from tiers.errors import TierUnavailable
+from tiers.records import StoredRecord
 from tiers.testing import Memory
 
 PAYLOAD = 4096
@@ -153,6 +157,53 @@ def test_looking_changes_nothing(tmp_path: Path, kvtiers: Callable[..., Ran]) ->
     with disk.opened(folder, slots=4) as store:
         disk.put(store, disk.keys(4))
         assert store.has(disk.keys(0, 1, 2, 3, 4)) == [True] * 3 + [False, True]
+
+
+@pytest.mark.parametrize(
+    ("others", "rate", "bound"),
+    [
+        (True, None, 200e6),
+        (None, None, 200e6),
+        (False, None, None),
+        (True, "all", None),
+        (False, "1MB/s", 1e6),
+    ],
+)
+def test_reading_leaves_engines_their_disk(
+    tmp_path: Path,
+    kvtiers: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    others: bool | None,
+    rate: str | None,
+    bound: float | None,
+) -> None:
+    """And counts as evicted what was dropped after it was listed."""
+    bounds, taken = list[object](), list[int]()
+
+    def limit(rate: float | None) -> object:
+        bounds.append(rate)
+        return SimpleNamespace(take=taken.append)
+
+    def listed(records: DiskRecords) -> Iterator[Sequence[StoredRecord]]:
+        for piece in honest(records):
+            records.drop(piece[:1])
+            yield piece
+
+    honest = DiskRecords.listed
+    monkeypatch.setattr(DiskRecords, "listed", listed)
+    monkeypatch.setattr(DiskRecords, "others", lambda records: others)
+    for module in (verification, transfer):
+        monkeypatch.setattr(module, "RateLimit", limit)
+    with disk.opened(tmp_path / "kv") as store:
+        disk.put(store, disk.keys(*range(5)), PAYLOAD)
+    options = () if rate is None else ("--rate", rate)
+    ran = kvtiers("verify", chain_of(tmp_path / "kv"), *options)
+    assert ran.status == 0 and "disk: 4 blocks, " in ran.out and "1 evicted meanwhile" in ran.out
+    ran = kvtiers("export", chain_of(tmp_path / "kv"), tmp_path / "a.kvt", *options)
+    size = format_size(3 * slot_bytes(PAYLOAD))
+    assert ran.status == 0 and ran.out.endswith(f": 3 blocks, {size}, 1 evicted meanwhile\n")
+    slots = [5, 4] if rate != "1MB/s" else [1] * 9  # one block takes longer there than a batch may
+    assert bounds == [bound] * 2 and taken == [one * slot_bytes(PAYLOAD) for one in slots]
 
 
 def test_a_folder_that_an_engine_would_empty_is_refused_and_stays(

@@ -210,7 +210,7 @@ class ArchiveWriter:
         self._path = path
         self._part = path.with_name(f"{path.name}.part")
         self.held: set[bytes] = set()
-        """Digests of the keys that are in it."""
+        """Digests of the keys that were in it when it was opened."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._handle = os.open(self._part, flags, 0o600)
         self._count, self._headers, self._end = 0, xxhash.xxh3_64(), 0
@@ -253,36 +253,27 @@ class ArchiveWriter:
             self._end, self._count, self._headers = reader.end, reader.count, reader.headers
 
     def add(self, record: PackedRecord) -> None:
-        """Add a record, unless it is there. Raises OSError."""
-        name = digest(record.header.key)
-        if name in self.held:
-            return
+        """Add a record that is not there. Raises OSError."""
         front, packing = record.header.pack(), _ZSTD if record.is_packed else _PLAIN
         sum_ = _frame_sum(packing, len(record.data), front)
         frame = _FRAME.pack(_RECORD, packing, len(record.data), sum_)
         self._write([frame, front, record.data])
         self._headers.update(front)
         self._count += 1
-        self.held.add(name)
         if self._end > self._synced + SYNC_BYTES:
             os.fdatasync(self._handle)
             self._synced = self._end
 
     def _write(self, parts: Sequence[bytes]) -> None:
-        # Where it ends counts only once all is written: the next write replaces what is left of one
-        # that failed.
-        end = self._end
         for part in parts:
             view = memoryview(part)
             while view:
-                done = os.pwrite(self._handle, view, end)
-                view, end = view[done:], end + done
-        self._end = end
+                done = os.pwrite(self._handle, view, self._end)
+                view, self._end = view[done:], self._end + done
 
     def finish(self) -> int:
         """Write the end and give the archive its name; return its length."""
         self._write([_FRAME.pack(_END, 0, self._count, self._headers.intdigest())])
-        os.ftruncate(self._handle, self._end)
         os.fsync(self._handle)
         self._part.rename(self._path)
         return self._end

@@ -60,18 +60,19 @@ def export_tier(
     }
     head = ArchiveHead(keys=tuple(keys), notes=notes)
     with closing(ArchiveWriter(path, head)) as archive:
-        every = [r for piece in records.listed() for r in piece if r.payload_bytes]
-        plan = [record for record in every if record.digest not in archive.held]
+        # A tier may list a record twice.
+        every = {r.digest: r for piece in records.listed() for r in piece if r.payload_bytes}
+        plan = [record for name, record in every.items() if name not in archive.held]
         report.held = len(every) - len(plan)
         plan.sort(key=lambda record: record.order)
         for batch in in_batches(plan, most):
-            size = sum(record.size for record in batch)
-            limit.take(size)
+            limit.take(sum(record.size for record in batch))
             states = [finding.state for finding in _read(records, batch, archive)]
             report.moved += states.count("whole")
             report.gone += states.count("gone")
             report.damaged += states.count("damaged")
-            report.bytes += size
+            whole = zip(batch, states, strict=True)
+            report.bytes += sum(record.size for record, state in whole if state == "whole")
             progress(report.moved, report.bytes)
         archive.finish()
     return report
