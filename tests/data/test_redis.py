@@ -70,6 +70,13 @@ def test_flipped_values_are_found_and_no_other_is_dropped(
         whole = [key not in damaged for key in keys]
         assert plain.has(keys) == whole
         assert get(packed, *keys) == whole
+        ran = kvtiers("inspect", chain)
+        assert "no records of this kvtiers" in ran.out
+        spaces = (b"text of another ".hex(), b"a list".hex() + "0000")
+        ran = kvtiers("gc", chain, "--namespace", spaces[0], "--namespace", spaces[1], "--delete")
+        assert ran.status == 0 and "nothing to drop" in ran.out
+        ran = kvtiers("export", chain, chain.with_suffix(".kvt"))
+        assert ran.status == 0 and ": 100 blocks, " in ran.out, ran.err
         assert client.exists("kvtiers:a list", "kvtiers:text of another program") == 2
 
 
