@@ -6,17 +6,21 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from pydantic import ValidationError
 
 from spec.chain import ChainSpec
 from tests.support.changing import change, changes_of, running
 from tests.support.clock import Clock
 from tests.support.replay_chains import chain_of, cpu, disk
+from tests.support.topologies import wait_until
 from tiers.connector.multi.changes import PendingChange
 from tiers.contract.stats import CHAIN, TierStats
-from tiers.control.change_verbs import ChangeVerbs
+from tiers.control.change_verbs import KEPT, ChangeVerbs
 from tiers.control.change_watch import PARTS, ChangeWatch, Saved, compare
+from tiers.control.control_server import QuestionRefused
 from tiers.control.status_board import StatusBoard
 from tiers.lab.replay import ReplayEngine
 
@@ -120,6 +124,54 @@ def test_another_change_ends_the_watch(tmp_path: Path) -> None:
         assert changes_of(engine).chain == newest
 
 
+@pytest.mark.parametrize("refused", ["", "rank 0: no room"])
+def test_what_is_compared_leaves_out_the_change_itself(tmp_path: Path, refused: str) -> None:
+    """And the time in which a tier that came is empty; nothing where it was refused."""
+    old, spans = chain_of(cpu(), disk(tmp_path)), list[tuple[float, float]]()
+    pending, going_back = PendingChange(), PendingChange()
+    pending.before = old
+    going_back.end(3, "another change came")
+    changes = Mock(version=2, request=Mock(return_value=going_back))
+
+    def saved(since: float, until: float, count: int) -> list[Saved]:
+        spans.append((since, until))
+        return parts(0.3 if len(spans) == 1 else 0.1, 0.01, count)
+
+    asked = time.monotonic()
+    watched = ChangeWatch(changes, saved, pending, seconds=0.4)
+    time.sleep(0.1)
+    pending.end(2, refused)
+    ended = time.monotonic()
+    wait_until(lambda: watched.verdict.outcome != "watching")
+    if refused:
+        assert watched.verdict.outcome == "not applied" and not spans
+        return
+    before, after = spans
+    assert asked - 0.4 <= before[0] and before[1] < ended - 0.09
+    assert ended + 0.1 <= after[0] and after[1] - after[0] == pytest.approx(0.3)
+    assert watched.verdict.why_not_back == "another change came" and not watched.verdict.went_back
+    changes.request.assert_called_once_with(old, 2)
+
+
+def test_a_change_can_be_asked_for_and_withdrawn_by_its_number(tmp_path: Path) -> None:
+    old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
+    with running(old) as engine:
+        verbs = ChangeVerbs(changes_of(engine), History(0.3, 0.3).saved)
+        number = verbs.apply({"chain": new.model_dump(mode="json")})["change"]
+        assert not verbs.change({"change": number})["over"]
+        found = verbs.change({"change": number, "withdraw": True})
+        assert found["over"] and "no step" in found["why"]
+        for later in range(1, KEPT):
+            assert verbs.pause({"tier": "cpu"})["change"] == number + later
+        assert "no step" in verbs.change({"change": number})["why"]
+        verbs.pause({"tier": "cpu"})
+        for gone in ({"change": number}, {"change": "0"}):
+            with pytest.raises((QuestionRefused, ValidationError)):
+                verbs.change(gone)
+        with pytest.raises(QuestionRefused, match="no tier is called 'dsik'; use one of cpu, disk"):
+            verbs.pause({"tier": "dsik", "paused": "both"})
+
+
 def test_what_was_saved_is_that_of_each_part(tmp_path: Path) -> None:
     chain = chain_of(cpu())
     clock = Clock()
@@ -127,10 +179,17 @@ def test_what_was_saved_is_that_of_each_part(tmp_path: Path) -> None:
         assert engine.connector is not None
         board = StatusBoard(engine.connector, clock)
         began = clock.now
-        for _ in range(60):
+        for number in range(60):
             clock.now += 10
             of_tenant = {"tenant_prefill_seconds": 3.0, "tenant_load_seconds": 1.0}
+            if number >= 30:
+                of_tenant["tenant_prefill_seconds"] = 5.0
             stats = {"tenant (other)": of_tenant, CHAIN: {"prompt_tokens": 500.0}}
             board.measured({"": TierStats({name: dict(m) for name, m in stats.items()})})
-        assert board.saved(began + 100, began + 500, 4) == [Saved(5000.0, 20.0)] * 4
+        halves = [Saved(5000.0, 20.0)] * 2 + [Saved(5000.0, 40.0)] * 2
+        assert board.saved(began + 100, began + 500, 4) == halves
+        for _ in range(8000):  # steps that follow each other fast
+            clock.now += 0.001
+            board.measured({})
+        assert board.saved(began + 100, began + 500, 4) == halves
         assert len(board.saved(began - 300, began + 300, 6)) == 3, "before the start is nothing"

@@ -10,17 +10,19 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.support.changing import running
+from tests.support.changing import running, tiers_of
 from tests.support.lacking import refuse_threads
-from tests.support.replay_chains import chain_of, cpu
+from tests.support.replay_chains import chain_of, cpu, disk
 from tests.support.topologies import wait_until
+from tiers.control import ask_engines, engine_control
 from tiers.control import control_server as served
 from tiers.control.ask_engines import NoAnswer, ask
 from tiers.control.control_server import (
@@ -30,12 +32,19 @@ from tiers.control.control_server import (
     runtime_folder,
 )
 from tiers.control.engine_control import Control
+from tiers.control.status_board import StatusBoard
+from tiers.host.spare_memory import for_slots
+from tiers.lab.replay import ReplayEngine, ReplayModel
 
 LARGE = b'{"verb": "large"}\n'
 
 
 def large(parameters: Mapping[str, Any]) -> str:
     return "x" * (8 << 20)
+
+
+def grow(parameters: Mapping[str, Any]) -> None:
+    raise RuntimeError("dictionary changed size during iteration")
 
 
 def refuse(parameters: Mapping[str, Any]) -> None:
@@ -55,6 +64,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ControlServer]]:
             "echo": dict,
             "large": large,
             "refuse": refuse,
+            "grow": grow,
         }
         servers.append(ControlServer(folder / "control", name, verbs))
         return servers[-1]
@@ -78,8 +88,9 @@ def test_engines_of_one_folder_all_answer_and_each_by_its_name(
         assert [answer.engine for answer in ask(folder, "echo", engine=name)] == [made[2].engine]
     whole = f"engine-{os.getpid()}"
     assert [answer.engine for answer in ask(folder, "echo", engine=whole)] == [whole]
-    with pytest.raises(NoAnswer, match=r"no engine is called .other.*there: chat-"):
-        ask(folder, "echo", engine="other")
+    for name in ("other", "hat"):
+        with pytest.raises(NoAnswer, match=f"no engine is called .{name}.*there: chat-"):
+            ask(folder, "echo", engine=name)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +102,7 @@ def test_engines_of_one_folder_all_answer_and_each_by_its_name(
         (b'{"verb": "ecko"}\n', "no verb 'ecko' here; did you mean echo?"),
         (b'{"verb": "echo", "more": 1}\n', "no question: more: Extra inputs"),
         (b'{"verb": "refuse"}\n', "ask another time"),
+        (b'{"verb": "grow"}\n', "ask again: dictionary changed size"),
         (b"\xff\xfe\n", "no question: Invalid JSON"),
     ],
 )
@@ -120,11 +132,21 @@ def test_only_the_user_may_open_it(serve: Callable[..., ControlServer]) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_others_may_change_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(FolderRefused, match="chmod go-w"):
+    for mode in (0o720, 0o702):
+        folder.chmod(mode)
+        with pytest.raises(FolderRefused, match="chmod go-w"):
+            ControlServer(folder, "a", {})
+    folder.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(folder, 12, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12)
+    with pytest.raises(FolderRefused, match="is of user"):
         ControlServer(folder, "a", {})
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(FolderRefused, match="no folder"):
@@ -213,12 +235,76 @@ def test_an_engine_that_has_no_threads_for_its_socket_serves(
         control.close()
 
 
+def test_an_engine_whose_folder_takes_no_socket_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served, "listen", Mock(side_effect=OSError(errno.EPERM, "no sockets")))
+    chain = chain_of(cpu(), control={"folder": str(tmp_path)})
+    with running(chain) as engine:
+        assert engine.connector is not None
+        control = Control(chain, engine.connector)
+        wait_until(lambda: "finds nothing: no socket in control.folder" in caplog.text)
+        control.close()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 16, 16)])
+def test_the_sizes_of_a_chain_are_those_of_all_groups_and_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
+) -> None:
+    """Also where a tier did not open."""
+    monkeypatch.setattr(engine_control, "spare_memory", lambda: 1 << 40)
+    monkeypatch.setattr(StatusBoard, "store_rates", lambda board, ranks: {"cpu": float(ranks)})
+    (tmp_path / "file").touch()
+    chain, model = chain_of(cpu(), disk(tmp_path / "file")), ReplayModel(windows=windows)
+    engine = ReplayEngine(chain, model, num_blocks=30, world_size=2)
+    assert engine.connector is not None
+    found = Control(chain, engine.connector)._running({})
+    block = next(child.block_bytes for child in tiers_of(engine))
+    assert found["kv_bytes_per_token"] == block * len(windows) // model.block_tokens
+    assert found["cache_tokens"] == 30 // len(windows) * model.block_tokens
+    assert found["store_bytes_per_second"] == {"cpu": 2.0}
+    assert found["spare_memory_bytes"] == for_slots(1 << 40)
+    engine.close()
+
+
 def connected(path: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(10)
     with served.short_path(path) as short:
         client.connect(short)
     return client
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([b'["answer"]\n'], r"it answers: \['answer'\]"),
+        ([b"x" * 40_000] * 3, "its answer is too long, or too slow"),
+        ([b" "] * 20, "its answer is too long, or too slow"),
+    ],
+)
+def test_an_engine_that_answers_oddly_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: Sequence[bytes], why: str
+) -> None:
+    monkeypatch.setattr(ask_engines, "SECONDS", 0.5)
+    monkeypatch.setattr(ask_engines, "MAX_ANSWER", 100_000)
+    with socket.socket(socket.AF_UNIX) as odd, served.short_path(tmp_path / "odd.sock") as path:
+        odd.bind(path)
+        odd.listen()
+
+        def answer() -> None:
+            client, _ = odd.accept()
+            with client, suppress(OSError):
+                client.recv(1 << 16)
+                for part in parts:
+                    client.sendall(part)
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(NoAnswer, match=why):
+            ask(tmp_path, "status")
+        thread.join()
 
 
 @pytest.mark.fault

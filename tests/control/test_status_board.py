@@ -78,6 +78,8 @@ def test_counts_are_those_of_the_start_and_shares_those_of_late(
     assert status.window_seconds <= WINDOW
     assert status.tiers[0].token_share_late == 0.0
     assert status.tiers[0].token_share == 40 / 120
+    made.serve([*range(100, 140)])
+    assert made.board.status("1").tiers[0].token_share_late == 0.5
 
 
 def test_an_engine_that_stands_still_is_no_busy_one(
@@ -86,9 +88,11 @@ def test_an_engine_that_stands_still_is_no_busy_one(
     """No step brings counts while it idles, so the last of them lie further back with time."""
     made = observed(cpu())
     made.serve(PROMPT)
+    made.clock.now += 20
+    made.board.measured({})
     made.clock.now += 1000
     status = made.board.status("1")
-    assert status.measured_seconds_ago == 1000
+    assert status.measured_seconds_ago == status.window_seconds == 1000
     assert status.tiers[0].stored_bytes_per_second < status.tiers[0].sums["stored_bytes"] / 900
 
 
@@ -106,7 +110,7 @@ def test_a_ghost_says_how_long_a_prompt_takes(observed: Callable[..., Observed])
     """Of a tier that the chain has by what that loads; of another one by what its ghost says."""
     absent = {"tier": "disk", "capacity": "1MiB", "load_rate": "1MB/s"}
     made = observed(cpu(), ghosts=[{"tier": "cpu", "capacity": "2x"}, absent])
-    hits: dict[str, Any] = {"ghost_hit_ratio": 0.5, "ghost_hit_error": 0.0}
+    hits: dict[str, Any] = {"ghost_hit_ratio": 0.25, "ghost_hit_error": 0.0}
     names = ["cpu", "cpu (capacity: 2x)", "disk (capacity: 1MiB)"]
     made.board.measured({"cpu": TierStats(dict.fromkeys([*names, "gone"], hits))})
     ghosts = made.board.status("1").ghosts
@@ -114,15 +118,22 @@ def test_a_ghost_says_how_long_a_prompt_takes(observed: Callable[..., Observed])
     assert [ghost.prompt_seconds for ghost in ghosts] == [None] * 3
     rates = {"prefill_tokens_per_second": 1e3, "load_tokens_per_second": 1e5}
     loaded = {"loaded_tokens": 10.0, "loaded_bytes": 1000.0}
-    made.board.measured({"cpu": TierStats({"cpu": {**rates, **loaded}})})
+    for _ in range(2):
+        made.board.measured({"cpu": TierStats({"cpu": {**rates, **loaded}})})
     seconds = [ghost.prompt_seconds for ghost in made.board.status("1").ghosts]
-    assert seconds == pytest.approx([0.505, 0.505, 0.55])
+    assert seconds == pytest.approx([752.5e-3, 752.5e-3, 775e-3])
 
 
 def test_samples_are_bounded(observed: Callable[..., Observed]) -> None:
     made = observed(cpu())
-    stats = TierStats({"cpu": {"load_seconds": [float(n) for n in range(10 * SAMPLES)]}})
-    made.board.measured({"cpu": stats})
+    samples = [float(n) for n in reversed(range(10 * SAMPLES))]
+    of_cpu: dict[str, Any] = {
+        "load_seconds": samples,
+        "store_size_bytes": [6.0] * 4,
+        "store_seconds": [2.0] * 4,
+    }
+    made.board.measured({"cpu": TierStats({"cpu": of_cpu})})
+    assert made.board.store_rates(ranks=2) == {"cpu": 6.0}
     found = made.board.status("1").tiers[0].load_seconds
     assert found is not None
     assert (found.samples, round(found.p99 - found.p50)) == (SAMPLES, round(0.49 * SAMPLES))

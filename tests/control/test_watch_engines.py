@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.test_status import STATUS
 from tests.control.test_control_server import connected
-from tiers.control.control_server import ControlServer, short_path
+from tests.support.topologies import wait_until
+from tiers.control import watch_engines
+from tiers.control.control_server import ControlServer, Verb, short_path
 from tiers.control.watch_engines import HANGS, EnginesWatch, Watched
 
 Until = Callable[[Callable[[list[Watched]], bool]], list[Watched]]
@@ -54,6 +59,9 @@ def test_an_engine_ends_and_one_of_its_name_comes(until: Until, tmp_path: Path) 
     assert second.path == first.path
     (back,) = until(lambda seen: policy(seen) == "longest")
     assert not back.is_gone
+    time.sleep(0.2)  # in which the folder is looked at many times
+    asking = [thread for thread in threading.enumerate() if thread.name == "kvtiers-watch-engine"]
+    assert len(asking) <= 2, "one an engine, and perhaps that of the first"
     second.close()
 
 
@@ -77,3 +85,40 @@ def test_an_engine_whose_queue_of_clients_is_full_hangs(until: Until, tmp_path: 
         with connected(path):  # where nobody watches: who does would be the one client
             path.rename(tmp_path / "control" / path.name)
             until(lambda seen: bool(seen) and seen[0].problem == HANGS)
+
+
+def test_what_comes_of_a_pause_and_of_requests_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_engines, "CHANGE_SECONDS", 0.2)
+    answers: dict[str, Any] = {"pause": {"over": False, "change": 3, "why": ""}}
+    explained: dict[str, Any] = {"last": [{"request": "a"}, {"request": "b"}], "slowest": []}
+    verbs: dict[str, Verb] = {
+        "status": lambda _: STATUS.model_dump(mode="json"),
+        "pause": lambda _: answers["pause"],
+        "change": lambda question: answers["pause"] | question,
+        "explain": lambda question: explained[next(iter(question))],
+    }
+    server = ControlServer(tmp_path / "control", "engine", verbs)
+    with closing(EnginesWatch(tmp_path / "control", seconds=0.01)) as watch:
+        watch.pause(server.path, "cpu", "both")
+        wait_until(lambda: "no step of the engine has begun it" in watch.news(server.path))
+        answers["pause"] = {"over": True, "why": "another change is in flight"}
+        watch.pause(server.path, "cpu", "both")
+        wait_until(lambda: watch.news(server.path) == "refused: another change is in flight")
+        answers["pause"] = {"over": True, "why": ""}
+        watch.pause(server.path, "cpu", "both")
+        wait_until(lambda: watch.news(server.path) == "tier cpu is paused: both")
+        answers["pause"] = ["of another version"]
+        watch.pause(server.path, "cpu", None)
+        wait_until(lambda: watch.news(server.path).startswith("refused: list indices"))
+        watch.explain(tmp_path / "another.sock")
+        wait_until(lambda: bool(watch.watched()) and watch.watched()[0].status is not None)
+        before = watch.watched()[0].since
+        wait_until(lambda: watch.watched()[0].since > before)
+        assert watch.watched()[0].last is None, "another engine's are asked for"
+        watch.explain(server.path)
+        wait_until(lambda: watch.watched()[0].last == [{"request": "b"}, {"request": "a"}])
+        explained["slowest"] = ["of another version"]
+        wait_until(lambda: "another version's" in watch.watched()[0].no_requests)
+    server.close()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from spec.chain_diff import ChainDiff
 from spec.errors import one_of
@@ -95,11 +95,10 @@ class ChangeVerbs:
 
     def change(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """What came of a change so far."""
-        try:
-            question = ChangeQuestion.model_validate(dict(parameters))
-            pending = self._asked[question.change]
-        except (ValidationError, KeyError) as error:
-            raise QuestionRefused("no such change; ask for status") from error
+        question = ChangeQuestion.model_validate(dict(parameters))
+        pending = self._asked.get(question.change)
+        if pending is None:
+            raise QuestionRefused("no such change; ask for status")
         if question.withdraw:
             self._changes.withdraw(pending)
         return {**self._answer(None, pending), "change": question.change}
