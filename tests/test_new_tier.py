@@ -19,7 +19,7 @@ from spec.registry import tier_class
 from tests.support.plugin_packages import write_package
 from tests.test_readme import blocks
 from tiers.cli.main import app
-from tiers.lab.try_chain import try_chain
+from tiers.lab.try_chain import Seen, try_chain
 from tiers.testing.new_tier import CannotWrite, write_tier
 
 pytestmark = pytest.mark.long
@@ -81,6 +81,19 @@ def test_a_tier_that_stored_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
     said = CliRunner().invoke(app, ["try", str(tmp_path / "chain.yaml")])
     assert "disk stored nothing" in said.output and "cpu stored nothing" not in said.output
+    assert said.exit_code == 0
+
+
+@pytest.mark.parametrize("wrong", [(1, 0), (0, 1)])
+def test_a_wrong_answer_of_either_process_is_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, int]
+) -> None:
+    found = [Seen(2, wrong[n], {"cpu": 7}, {"cpu": loaded}) for n, loaded in enumerate((5, 9))]
+    monkeypatch.setattr("tiers.lab.try_chain.try_chain", lambda chain, folder: found)
+    (tmp_path / "chain.yaml").write_text("version: 1\ntiers: [{type: cpu, capacity: 1GiB}]\n")
+    said = CliRunner().invoke(app, ["try", str(tmp_path / "chain.yaml")])
+    assert said.exit_code == 1 and "1 of 4 answers were wrong" in said.output
+    assert said.output.splitlines()[1].split() == ["cpu", "7", "5", "9"]
 
 
 class Environment:

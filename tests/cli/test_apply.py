@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.support.changing import changes_of
 from tests.support.replay_chains import cpu, disk
+from tiers.cli import apply as command
+from tiers.control import change_watch
+from tiers.control.change_watch import Verdict
 from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., Any]
@@ -69,7 +73,9 @@ def test_a_running_engine_takes_another_order(kvtiers: Run, engine: Engine, tmp_
     assert "chain version 2" in status.out and status.out.index("disk") < status.out.index("cpu ")
 
 
-def test_a_change_is_watched(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:
+def test_a_change_is_watched(
+    kvtiers: Run, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
     running = engine(a, b)
     folder = ("--folder", tmp_path / "control")
@@ -85,14 +91,32 @@ def test_a_change_is_watched(kvtiers: Run, engine: Engine, tmp_path: Path) -> No
     assert long.status == 2 and "--watch 2h: an hour at most" in long.err
     same = kvtiers("apply", written(tmp_path, b, a), "--watch", "1h", *folder)
     assert same.status == 0 and "watched" not in same.out, "there is nothing to wait for"
+    worse = Verdict(outcome="worse", before=0.3, after=0.1, margin=0.1)
+    monkeypatch.setattr(change_watch, "compare", lambda before, after: worse)
+    with stepping(running):
+        ran = kvtiers("apply", written(tmp_path, a, b), "--watch", "500ms", *folder)
+    assert ran.status == 1 and ran.out.endswith("; the chain of before is in effect again\n")
 
 
-def test_what_is_refused_and_what_is_bad(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:
+def test_what_is_refused_and_what_is_bad(
+    kvtiers: Run, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
     engine(a, b)
     folder = ("--folder", tmp_path / "control")
     refused = kvtiers("apply", written(tmp_path, a, b, salt="other"), *folder)
     assert refused.status == 1 and "refused: salt" in refused.out
+    refused = kvtiers("apply", written(tmp_path, a, b, salt="other"), *folder, "--dry-run")
+    assert refused.status == 1 and "refused: salt" in refused.out
+    monkeypatch.setattr(command, "BEGIN_SECONDS", 0.2)
+    idle = kvtiers("apply", written(tmp_path, b, a), *folder)
+    assert idle.status == 1 and "refused: the engine made no step" in idle.err
+    monkeypatch.setattr(command, "BEGIN_SECONDS", 5.0)
+    monkeypatch.setattr(command, "MOST_SECONDS", 0.2)
+    hangs = kvtiers("apply", written(tmp_path, b, a), *folder)
+    assert hangs.status == 1 and "the change is not over yet" in hangs.err
+    elsewhere = written(tmp_path, a, b, control={"folder": str(tmp_path / "elsewhere")})
+    assert "no engine listens" not in kvtiers("apply", elsewhere, *folder, "--dry-run").err
     bad = kvtiers("apply", written(tmp_path, {"type": "disc"}), *folder)
     assert bad.status == 2 and "new.yaml" in bad.err
     engine(cpu(capacity="1MiB"))

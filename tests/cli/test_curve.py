@@ -87,8 +87,17 @@ def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> 
     assert "blocks of 512 tokens\n" in ran.out
     ran = kvtiers("curve", path, "--kv-bytes-per-token", 131_072)
     assert ran.out.count("131,072 KV bytes") == 1
-    ran = kvtiers("curve", path, "--chain", path)
-    assert ran.status == 2
+    # Of 64 MiB a block.
+    for largest, most in (("2", 2), ("128MiB", 2), ("1MiB", 1)):
+        ran = kvtiers(
+            *("curve", path, "--kv-bytes-per-token", 131_072, "--largest", largest),
+            *("--json", tmp_path / "curve.json"),
+        )
+        shown = json.loads((tmp_path / "curve.json").read_text())
+        assert ran.status == 0 and shown["sizes"][-1]["blocks"] == most
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    ran = kvtiers("curve", path, "--chain", tmp_path / "chain.yaml")
+    assert ran.status == 2 and "say what a token takes" in ran.err
 
 
 def test_what_was_skipped_is_said(kvtiers: Kvtiers, trace: Path) -> None:

@@ -69,6 +69,13 @@ def test_a_tier_that_is_paused_is_not_shown_as_open() -> None:
     status = STATUS.model_copy(update={"tiers": [paused]})
     row, note = [*lines("chat-7", status)][2:4]
     assert row.split()[:2] == ["disk", "paused"] and note == "  disk: paused: both"
+    status = STATUS.model_copy(
+        update={"tiers": [paused.model_copy(update={"state": "down", "why": "", "paused": ""})]}
+    )
+    row, note = [*lines("chat-7", status)][2:4]
+    assert row.split()[:2] == ["disk", "down"] and note == "  disk: it is down"
+    status = STATUS.model_copy(update={"tiers": [paused.model_copy(update={"state": "down"})]})
+    assert [*lines("chat-7", status)][2].split()[:2] == ["disk", "down"]
 
 
 def test_a_tier_whose_blocks_are_not_counted_is_not_shown_as_empty() -> None:
@@ -82,14 +89,14 @@ def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
     found = [
         ("cpu", 0.4, 0.01),
         ("cpu (capacity: 2x)", 0.45, 0.02),
-        ("cpu (eviction: arc)", 0.42, 0.02),
+        ("cpu (eviction: arc)", 0.425, 0.02),
     ]
     ghosts = [GhostStatus(tier=tier, hit_ratio=hits, error=error) for tier, hits, error in found]
     ghosts.append(GhostStatus(tier="disk (1TB)", hit_ratio=0.6, error=0.01, prompt_seconds=0.0525))
     assert [*ghost_lines(ghosts)] == [
         "ghost cpu: 40.0% of blocks +- 1.0%",
         "ghost cpu (capacity: 2x): 45.0% of blocks +- 2.0%, +5.0 points",
-        "ghost cpu (eviction: arc): 42.0% of blocks +- 2.0%, as good as now",
+        "ghost cpu (eviction: arc): 42.5% of blocks +- 2.0%, as good as now",
         "ghost disk (1TB): 60.0% of blocks +- 1.0%, 52.5 ms for 1,000 tokens",
     ]
 
@@ -118,7 +125,7 @@ def test_engines_are_shown_and_a_tier_that_is_not_open_is_status_1(
     tiers = [line.split()[:2] for line in out.splitlines()[2:]]
     assert tiers == [["cpu", "open"], ["disk", "open"]]
     (tmp_path / "file").write_text("no folder")
-    engine(disk(tmp_path / "file"))
+    engine(cpu(), disk(tmp_path / "file"))
     status, out, _ = kvtiers("status", "--json", "--folder", folder)
     found = [json.loads(line) for line in out.splitlines()]
     assert status == 1 and len(found) == 2

@@ -86,7 +86,7 @@ def test_blocks_are_shown_by_model_and_size_and_gc_drops_what_has_ended(
     assert (
         "1 blocks dropped" in kvtiers("gc", chain, "--namespace", unknown[:8].hex(), "--delete").out
     )
-    assert kvtiers("gc", chain, "--namespace", "6c").status == 2
+    assert kvtiers("gc", chain, "--namespace", lasting[:7].hex()).status == 2
     with disk.opened(folder) as store:
         assert store.has([lasting, unknown]) == [True, False]
         disk.audit(store)

@@ -266,6 +266,11 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
     ):
         ran = kvtiers("import", other, archive)
         assert ran.status == 2 and says in ran.err
+    with disk.opened(tmp_path / "bare") as bare:
+        disk.put(bare, disk.keys(1))
+    assert kvtiers("export", chain_of(tmp_path / "bare"), tmp_path / "bare.kvt").status == 0
+    ran = kvtiers("import", encrypted("third", "1"), tmp_path / "bare.kvt")
+    assert ran.status == 2 and "not encrypted, and tier 'disk' has encryption" in ran.err
     assert kvtiers("import", encrypted("third", "1"), archive).status == 0
     store = open_guarded(opened("third"), StoreContext(PAYLOAD))
     memory = Memory([key], PAYLOAD)

@@ -227,21 +227,24 @@ def test_a_folder_that_an_engine_would_empty_is_refused_and_stays(
     assert disk.slab_path(folder).read_bytes() == before
 
 
+@pytest.mark.parametrize(("path", "why"), [("none", "nothing is stored"), ("x" * 256, "too long")])
 def test_a_tier_that_can_not_be_read_keeps_no_other_from_its_turn(
-    tmp_path: Path, kvtiers: Callable[..., Ran]
+    tmp_path: Path, kvtiers: Callable[..., Ran], path: str, why: str
 ) -> None:
     with disk.opened(tmp_path / "kv") as store:
         disk.put(store, disk.keys(0))
     chain = tmp_path / "two.yaml"
     chain.write_text(
         "version: 1\ntiers:\n"
-        f"  - {{type: disk, name: new, path: {tmp_path}/none, capacity: 1MiB}}\n"
+        f"  - {{type: disk, name: new, path: {tmp_path}/{path}, capacity: 1MiB}}\n"
         f"  - {{type: disk, name: old, path: {tmp_path}/kv, capacity: 1MiB}}\n"
     )
     for command in ("inspect", "verify", "gc"):
         ran = kvtiers(command, chain)
-        assert ran.status == 1 and "new: " in ran.err and "nothing is stored" in ran.err
+        assert ran.status == 1 and "new: " in ran.err and why in ran.err
         assert "old: " in ran.out
+    ran = kvtiers("export", chain, tmp_path / "a.kvt")
+    assert ran.status == 2 and "name a tier by --tier: " in ran.err
 
 
 @pytest.mark.parametrize(
