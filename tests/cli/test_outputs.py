@@ -94,6 +94,16 @@ def test_a_place_that_takes_no_result_is_refused(
     assert trace.read_bytes() == before
     ran = kvtiers("bench", "tiers", "--chain", chain, "--save", chain)
     assert (ran.status, chain.read_text()) == (2, CHAIN)
+    for command, *options in (
+        ("tune", "--budget", trace, "--chain", chain, "--out", chain),
+        ("tune", "--budget", trace, "--judge", chain, "--out", chain),
+        ("replay", "--profile", trace, "--chain", chain, "--json", chain),
+        ("replay", "--profile", chain, "--chain", trace, "--json", chain),
+        ("recommend", "--chain", chain, "--output", chain),
+    ):
+        ran = kvtiers(command, trace, *options)
+        assert ran.err == f"{chain}: it is written or read already; name another file\n"
+        assert (ran.status, chain.read_text()) == (2, CHAIN)
 
 
 def test_a_result_on_standard_output_is_alone_there(

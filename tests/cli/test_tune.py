@@ -17,6 +17,8 @@ import pytest
 from bench.traffic import main as make_traffic
 from spec.load import load_chain
 from tests.cli.conftest import Ran
+from tiers.cli import tune as command
+from tiers.errors import TraceError
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.search import tune as searching
@@ -69,6 +71,21 @@ def test_what_is_found_is_written_whole(kvtiers: Kvtiers, given: Path) -> None:
     assert kvtiers("validate", given / "chain.yaml").status == 0
     assert json.loads((given / "all.json").read_text())["tried"] > 5
     assert files(given) == ["all.json", "budget.yaml", "chain.yaml", "trace.jsonl"]
+
+
+def test_minutes_are_minutes(
+    kvtiers: Kvtiers, given: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = []
+
+    def searched(*of: Any) -> None:
+        seconds.append(of[4].seconds)
+        raise TraceError("enough")
+
+    monkeypatch.setattr(command, "searched", searched)
+    for more in ((), ("--minutes", 2)):
+        assert kvtiers(*arguments(given), *more).err == "enough\n"
+    assert seconds == [None, 120.0]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def tune(
     from tiers.traces.open_trace import open_trace
     from tiers.tuning.search.budget import load_budget
 
-    check_places(out, json_file=json_file, keep=[trace, budget, judge])
+    check_places(out, json_file=json_file, keep=[trace, budget, judge, chain_file])
     given = load_budget(budget)
     present = None if chain_file is None else load_chain(chain_file)
     try:
