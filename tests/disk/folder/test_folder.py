@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import lmdb
 import pytest
 
 from spec.offloading import StoreContext
 from tests.disk.audit import (
+    MODE,
     SLOT,
     Other,
     audit,
@@ -526,3 +528,21 @@ def test_a_folder_that_can_not_be_looked_at_is_not_open(
 
     monkeypatch.setattr(Folder, "_check_files", fails)
     refused(tmp_path, "No such file or directory")
+
+
+def test_how_a_folder_is_read_is_said_once_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again for ever, as where address space for the index can't be had."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise lmdb.MemoryError("Cannot allocate memory")
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(MODE, "auto none")
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb, "open", fails)
+        refused(tmp_path, "Cannot allocate memory")
+    assert "io is" not in caplog.text
+    with opened(tmp_path):
+        assert caplog.text.count("io is") == 1
