@@ -40,12 +40,16 @@ def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: 
     assert all(one.load_bandwidth > 1e6 < one.store_bandwidth for one in machine.tiers.values())
     rates = [tier["load_bandwidth"] for tier in json.loads(profile.read_text())["tiers"].values()]
     assert all(re.fullmatch(r"[\d.]{1,5}[kMGT]B/s", rate) for rate in rates), rates
-    priced = machine.tiers["disk"].model_copy(update={"price_per_month": 7.0})
-    whole = machine.model_copy(update={"tiers": {**machine.tiers, "disk": priced}, "gpus": 3})
+    priced = machine.tiers["disk"].model_copy(update={"price_per_month": 7.0, "load_latency": 77.0})
+    tiers = {**machine.tiers, "disk": priced, "redis": machine.tiers["disk"]}
+    whole = machine.model_copy(update={"tiers": tiers, "gpus": 3})
     profile.write_text(whole.model_dump_json())
-    assert kvtiers(*arguments).status == 0
+    assert kvtiers(*arguments, "--prefill-rate", 30000).status == 0
     again = load_machine(profile)
-    assert (again.gpus, again.tiers["disk"].price_per_month) == (3, 7.0)
+    assert (again.gpus, again.prefill_rate) == (3, 30000)
+    assert again.tiers["disk"].price_per_month == 7.0
+    assert again.tiers["disk"].load_latency < 77.0, "it is measured anew"
+    assert again.tiers["redis"] == machine.tiers["disk"], "it is kept, since the chain has none"
 
 
 def test_a_tier_that_cannot_be_measured_is_said(

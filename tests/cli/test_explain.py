@@ -126,6 +126,16 @@ def test_an_engine_that_does_not_answer_beside_one_that_does_is_told(
     assert "no engine knows such a request" in err and "c.sock" not in err
 
 
+def test_several_engines_are_told_apart_in_json_alone(
+    kvtiers: Run, answering: Callable[[str, bytes], None], tmp_path: Path
+) -> None:
+    for name in "ab":
+        answering(f"{name}.sock", b'{"answer": [{"request": "r"}]}')
+    status, out, _ = kvtiers("explain", "r", "--json", "--folder", tmp_path)
+    assert status == 0
+    assert [json.loads(line)["engine"] for line in out.splitlines()] == ["a", "b"]
+
+
 def test_it_wants_one_question(kvtiers: Run, tmp_path: Path) -> None:
     for question in ([], ["r", "--last", "1"], ["--last", "1", "--slowest", "1"]):
         status, _, err = kvtiers("explain", *question, "--folder", str(tmp_path))

@@ -93,7 +93,7 @@ def test_a_place_that_takes_no_result_is_refused(
         assert ran.err == f"{Path(place)}: {why}\n"
     assert trace.read_bytes() == before
     ran = kvtiers("bench", "tiers", "--chain", chain, "--save", chain)
-    assert (ran.status, chain.read_text()) == (2, CHAIN)
+    assert (ran.status, chain.read_text()) == (2, CHAIN) and "read already" in ran.err
     for command, *options in (
         ("tune", "--budget", trace, "--chain", chain, "--out", chain),
         ("tune", "--budget", trace, "--judge", chain, "--out", chain),

@@ -68,6 +68,8 @@ def test_the_report_is_printed_and_written(
     assert cpu + disk == 50 * 5 * 512
     assert disk < 0.1 * cpu, "probes"
     assert said["computed_tokens"] == 50 * 7
+    kvtiers("replay", *arguments, *how, "--requests", 3, "--json", tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["requests"] == 3
 
 
 def test_without_a_profile_it_says_what_makes_one(
