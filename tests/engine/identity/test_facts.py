@@ -664,9 +664,10 @@ def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
     make: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opens = vars(workers)["open_guarded"]
-    begin, stores = threading.Event(), []
+    begun, begin, stores = threading.Event(), threading.Event(), []
 
     def slowly(*args: Any, **named: Any) -> Any:
+        begun.set()
         assert begin.wait(SECONDS)
         stores.append(opens(*args, **named))
         return stores[0]
@@ -677,6 +678,7 @@ def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
     engine = make(chain_of(disk(tmp_path)), late)
     late.are_known = True
     loaded(engine, "disk")
+    assert begun.wait(SECONDS), "else nothing is opened once the worker is closed"
     close(engine)
     begin.set()
     limit = time.monotonic() + SECONDS
