@@ -50,6 +50,7 @@ def policy(seen: list[Watched]) -> str | None:
 
 def test_an_engine_ends_and_one_of_its_name_comes(until: Until, tmp_path: Path) -> None:
     """In a container each engine is process 1."""
+    others = {*threading.enumerate()}
     first = serve(tmp_path)
     until(lambda seen: policy(seen) == "first")
     first.close()
@@ -60,8 +61,9 @@ def test_an_engine_ends_and_one_of_its_name_comes(until: Until, tmp_path: Path) 
     (back,) = until(lambda seen: policy(seen) == "longest")
     assert not back.is_gone
     time.sleep(0.2)  # in which the folder is looked at many times
-    asking = [thread for thread in threading.enumerate() if thread.name == "kvtiers-watch-engine"]
-    assert len(asking) <= 2, "one an engine, and perhaps that of the first"
+    new = {*threading.enumerate()} - others
+    asking = [thread for thread in new if thread.name == "kvtiers-watch-engine"]
+    assert 1 <= len(asking) <= 2, "one an engine, and perhaps that of the first"
     second.close()
 
 
