@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.disk.audit import (
     run_mounted,
     slab_path,
 )
+from tiers.disk import slab as slabs
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import PAGE, Slab, choose_direct
 from tiers.disk.spec import DiskSpec
@@ -125,29 +125,27 @@ def test_what_is_read_only_and_on_pages_is_written_without_a_copy(
     assert written == ([2 * PAGE] if shift else [PAGE, PAGE])
 
 
-def test_auto_is_direct_where_memory_is_short(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_auto_is_direct_where_memory_is_short(tmp_path: Path) -> None:
     probe = tmp_path / "probe"
     probe.touch()
-    assert not choose_direct(tmp_path, probe, "auto", SLOT)
-    assert choose_direct(tmp_path, probe, "auto", 2 * spare_memory())
-    assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
-        "io is buffered",
-        "io is direct",
-    ]
-    assert "memory to spare" in caplog.text
+    for capacity, expected in ((SLOT, False), (2 * spare_memory(), True)):
+        direct, why = choose_direct(tmp_path, probe, "auto", capacity)
+        assert direct is expected and "memory to spare" in why
+        assert why.startswith("io is direct: " if direct else "io is buffered: ")
     assert probe.stat().st_size == 0
 
 
-def test_a_file_system_without_direct_io(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Path("/proc/self/comm")
-    assert not choose_direct(tmp_path, probe, "auto", 2 * spare_memory())
-    assert "no direct I/O on this file system" in caplog.text
+    direct, why = choose_direct(tmp_path, probe, "auto", 2 * spare_memory())
+    assert not direct and "no direct I/O on this file system" in why
     with pytest.raises(TierUnusable, match="set io to auto or buffered"):
         choose_direct(tmp_path, probe, "direct", SLOT)
+    monkeypatch.setattr(slabs, "supports_direct", lambda probe: False)
+    monkeypatch.setenv(MODE, "direct none")
+    with pytest.raises(TierUnusable, match="set io to auto or buffered"):
+        open_disk(tmp_path)
+    assert not (tmp_path / "index.mdb").exists(), "nothing was made there"
 
 
 @pytest.mark.parametrize("call", ["pwrite", "ftruncate"])

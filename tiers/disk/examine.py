@@ -81,7 +81,7 @@ def _try_out(path: Path, beside: Path, capacity: int, access: Access) -> Iterato
 
 
 def _try_direct(path: Path, probe: Path, access: Access, capacity: int) -> Iterator[DoctorFinding]:
-    direct = choose_direct(path, probe, access.io, capacity)
+    direct, _ = choose_direct(path, probe, access.io, capacity)
     if direct or access.io == "buffered" or capacity <= spare_memory() // 2:
         yield DoctorFinding(
             "fine", f"io {access.io}: {'past' if direct else 'through'} the page cache"

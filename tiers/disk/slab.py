@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import re
@@ -57,7 +56,6 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
-logger = logging.getLogger(__name__)
 
 Io = Literal["auto", "direct", "buffered"]
 Durability = Literal["none", "batch", "sync"]
@@ -289,30 +287,29 @@ class Slabs:
         os.close(self._handle)
 
 
-def choose_direct(path: Path, probe: Path, io: Io, capacity: int | None) -> bool:
-    """Say whether to open slabs with O_DIRECT, and log what `auto` chose and why. `probe`: a file
+def choose_direct(path: Path, probe: Path, io: Io, capacity: int | None) -> tuple[bool, str]:
+    """Say whether to open slabs with O_DIRECT, and what `auto` chose and why. `probe`: a file
     in the folder to overwrite. `capacity` None: a tool reads all of it, so that it would drive
     engines' blocks out of the page cache, and see copies there. Raises OSError, and TierUnusable if
     `io` is `direct` and the file system at `path` has no direct I/O."""
     if io == "buffered":
-        return False
+        return False, ""
     possible = supports_direct(probe)
     if io == "direct":
         if not possible:
             raise TierUnusable(
                 f"{path} is on a file system without direct I/O; set io to auto or buffered"
             )
-        return True
+        return True, ""
     if capacity is None:
-        return possible
+        return possible, ""
     memory = spare_memory()
     fits = capacity <= memory // 2
     why = f"{format_size(capacity)} of capacity, {format_size(memory)} of memory to spare"
     if not fits and not possible:
         why += ", and no direct I/O on this file system"
     direct = possible and not fits
-    logger.info("disk tier %s: io is %s: %s", path, "direct" if direct else "buffered", why)
-    return direct
+    return direct, f"io is {'direct' if direct else 'buffered'}: {why}"
 
 
 def supports_direct(probe: Path) -> bool:

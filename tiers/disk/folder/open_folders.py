@@ -115,13 +115,17 @@ def _become_owner(
             folder.wipe("the machine went down while it was in use")
         elif compared.wrong is not None:
             folder.wipe(compared.wrong)
+    direct, chosen = choose_direct(folder.path, folder.lock, access.io, capacity)
     try:
-        return _open_files(folder, owners, access, capacity, release)
+        owned = _open_files(folder, owners, access, direct, release)
     except Damaged as error:
         if owners.alive:
             raise
         folder.wipe(str(error))
-        return _open_files(folder, owners, access, capacity, release)
+        owned = _open_files(folder, owners, access, direct, release)
+    if chosen:  # said now: a folder whose index can't be opened is tried again for ever
+        logger.info("disk tier %s: %s", folder.path, chosen)
+    return owned
 
 
 def _require_shared(folder: Folder) -> None:
@@ -136,7 +140,7 @@ def _require_shared(folder: Folder) -> None:
 
 
 def _open_files(
-    folder: Folder, owners: Owners, access: Access, capacity: int | None, release: Release
+    folder: Folder, owners: Owners, access: Access, direct: bool, release: Release
 ) -> _Owned:
     with translated(folder.path), ExitStack() as undo:
         # The owner file comes before any change: after a power cut it shows that this process
@@ -145,8 +149,7 @@ def _open_files(
         undo.callback(owner.leave, clean=True)
         index = Index(folder.index, access.synced, lasting=access.durability == "sync")
         undo.callback(index.close)
-        # Now, since it logs: a folder whose index can't be opened is tried again for ever.
-        slabs = Slabs(folder.path, choose_direct(folder.path, folder.lock, access.io, capacity))
+        slabs = Slabs(folder.path, direct)
         undo.callback(slabs.close)
         opened = OpenFolder(folder, index, slabs, owner, access, release)
         undo.callback(opened.threads.shutdown)
