@@ -95,6 +95,8 @@ def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> 
         )
         shown = json.loads((tmp_path / "curve.json").read_text())
         assert ran.status == 0 and shown["sizes"][-1]["blocks"] == most
+    ran = kvtiers("curve", path, "--chain", path)
+    assert ran.status == 2
     (tmp_path / "chain.yaml").write_text(CHAIN)
     ran = kvtiers("curve", path, "--chain", tmp_path / "chain.yaml")
     assert ran.status == 2 and "say what a token takes" in ran.err

@@ -8,11 +8,12 @@ place of batches; see `serve`), `path` (folders with more modules), `abort` (how
 requests of each batch are aborted, at random moments), `preempt` (each batch is one request: after
 how many tokens of its answer it is preempted, and the engine's own cache emptied), `before` (for
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
-arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training` or
-`live_changes`, that are called before it, or with `preempt` when it is preempted, and their
-arguments), `warmed` (how many blocks are loaded into host memory before the first batch), `settled`
-(whether each batch begins when all that was stored before is there), `is_async` (whether the
-engine is an AsyncLLM) and `steps_in_flight` (2: as by default on GPUs, see `two_steps_in_flight`).
+arguments), `told` (for the number of a batch, the methods of LLM, `settle`, or functions of
+`training` or `live_changes`, that are called before it, or with `preempt` when it is preempted, and
+their arguments), `warmed` (how many blocks are loaded into host memory before the first batch),
+`settled` (whether each batch begins when all that was stored before is there), `is_async` (whether
+the engine is an AsyncLLM) and `steps_in_flight` (2: as by default on GPUs, see
+`two_steps_in_flight`).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
@@ -268,9 +269,8 @@ def two_steps_in_flight() -> None:
 
 def tell(llm: Any, method: str, arguments: dict[str, Any]) -> None:
     """Call a method of LLM, `settle`, or a function of `training` or `live_changes`."""
-    step = getattr(training, method, None) or getattr(live_changes, method, None)
-    step = settle if method == "settle" else step
-    called = getattr(llm, method) if step is None else partial(step, llm)
+    steps = {**vars(live_changes), **vars(training), "settle": settle}
+    called = partial(steps[method], llm) if method in steps else getattr(llm, method)
     assert called(**arguments) is not False, method
 
 
