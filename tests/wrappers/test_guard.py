@@ -489,6 +489,40 @@ def test_each_change_of_state_is_logged_once(
     assert [one.levelno for one in caplog.records[:2]] == [logging.WARNING, logging.INFO]
 
 
+def test_a_cause_that_comes_while_the_tier_is_down_is_named_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that was killed and came back with another password is down for its password."""
+    caplog.set_level(logging.INFO)
+    store = Store()
+    guarded = Guarded(store, "nearby", clock=clock)
+    seen = []
+    for why in ("no route", "no route", "wrong password", "no route", "wrong password"):
+        store.error = TierUnavailable(why)
+        guarded.has([KEY])
+        seen.append(guarded.health.why)
+        clock.now += 30
+    assert [why.rpartition(": ")[2] for why in seen] == [
+        "no route",
+        "no route",
+        "wrong password",
+        "no route",
+        "wrong password",
+    ]
+    store.error = None
+    guarded.has([KEY])
+    store.error = TierUnavailable("wrong password")
+    guarded.has([KEY])
+    assert caplog.messages == [
+        "tier nearby: reads are down (TierUnavailable: no route); tried again every 1 s or more",
+        "tier nearby: reads are down (TierUnavailable: wrong password); "
+        "tried again every 4 s or more",
+        "tier nearby: reads are up again",
+        "tier nearby: reads are down (TierUnavailable: wrong password); "
+        "tried again every 1 s or more",
+    ]
+
+
 def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,9 @@ DEADLINE = 10.0
 MAX_COUNT = 2**63
 """No store counts as many blocks, and a larger number fits no metric."""
 
+MOST_CAUSES = 8
+"""Named in the log of one time that a tier is down: some errors have a number in each."""
+
 CLOSE_SECONDS = 30.0
 """Seconds to wait for a store to close, by default; the close continues in the background until the
 process ends."""
@@ -139,6 +142,7 @@ class Guarded(Capable):
         self._names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
         self._names[self._reports] = "its reports of itself"
         self._changes = {breaker: self._changes_of(breaker) for breaker in self._names}
+        self._causes: dict[Breaker, set[str]] = {breaker: set() for breaker in self._names}
         self._damage_log = RepeatedLog(logger, f"tier {tier_name}", "blocks were damaged")
         self._warning = ""
         self._last_errors = dict.fromkeys((self._reads, self._writes, self._looks), "")
@@ -428,6 +432,7 @@ class Guarded(Capable):
             if error is not None:
                 self.failures.count(type(error).__name__)
             if call is not None and breaker.succeeded(call):
+                self._causes[breaker].clear()
                 line, level = "tier %s: %s are up again", logging.INFO
                 names = self.tier_name, self._names[breaker]
                 self._changes[breaker].log(line, *names, level=level)
@@ -448,7 +453,7 @@ class Guarded(Capable):
         # A call in flight while the store was closed may end anyhow; the engine is ending as well.
         is_news = not (self._closed or is_ending()) or call is self._closing
         opens = breaker.given_up if is_given_up else breaker.failed
-        if call is not None and opens(call) and is_news:
+        if call is not None and (opens(call) or call.is_trial) and is_news:
             self._log_down(breaker, describe_error(error), _trace_of(error))
         return True
 
@@ -460,11 +465,15 @@ class Guarded(Capable):
                 self._log_down(breaker, why, None)
 
     def _log_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
+        """Log that it has opened, or that a trial failed of another cause than calls before."""
         line = "tier %s: %s are down (%s); tried again every %g s or more"
         words = self.tier_name, self._names[breaker], why, breaker.wait
         if breaker in self._last_errors:
             self._last_errors[breaker] = f"{self._names[breaker]} are down: {why}"
-        self._changes[breaker].log(line, *words, exc_info=trace)
+        causes = self._causes[breaker]
+        if why not in causes and len(causes) < MOST_CAUSES:
+            causes.add(why)
+            self._changes[breaker].log(line, *words, exc_info=trace)
 
     def _changes_of(self, breaker: Breaker) -> RepeatedLog:
         return RepeatedLog(
