@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.cli.conftest import Ran
 from tests.support.plugin_packages import Install
 from tiers.cli.main import app
+from tiers.testing.check import Result
 
 Run = Callable[..., Ran]
 
@@ -60,6 +63,51 @@ def test_what_fails_is_named_and_the_rest_is_tried(plugin: Install) -> None:
     )
     assert any(line.startswith("has of 8192 keys") for line in lines)
     assert "failed" in lines[-1] and "passed" in lines[-1]
+
+
+LEAVES = """
+import sys
+from typing import Literal
+from spec.offloading import StoreSpec
+from tiers.testing import MemoryStore
+
+class Leaves(MemoryStore):
+    def put(self, blocks):
+        sys.exit("no server")
+
+class LeavesSpec(StoreSpec):
+    type: Literal["leaves"] = "leaves"
+
+    def open(self, site):
+        return Leaves()
+
+    def scratch(self, folder):
+        return self
+"""
+
+
+def test_a_store_that_ends_the_process_fails(plugin: Install, kvtiers: Run) -> None:
+    plugin("leaving", LEAVES, leaves="LeavesSpec")
+    said = kvtiers("check", "leaves")
+    lines = said.out.splitlines()
+    assert said.status == 1, said
+    failed = [line for line in lines if line.startswith("failed   what was put is got: ")]
+    assert "SystemExit: no server (" in failed[0] and "leaving.py:" in failed[0]
+    assert "no figures: SystemExit: no server (" in said.out
+    assert "failed" in lines[-1] and "passed" in lines[-1]
+
+
+def test_a_store_that_does_not_answer_is_not_measured(
+    kvtiers: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = Result("what was put is got", "failed", "it has not ended", is_endless=True)
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr("tiers.testing.check.check", lambda place, limit: iter([hung]))
+    monkeypatch.setattr("tiers.testing.check.bench", lambda spec: pytest.fail("it would hang"))
+    said = kvtiers("check", "disk", "--settings", "capacity=64MiB")
+    assert said.out.splitlines()[1:] == ["no figures: a test has not ended", "1 failed"]
+    assert left == [1]
 
 
 def test_what_can_not_be_tried_apart_is_refused(plugin: Install, kvtiers: Run) -> None:

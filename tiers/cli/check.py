@@ -55,8 +55,8 @@ def check(
             is_endless |= result.is_endless
             why = f": {result.why}" if result.why else ""
             typer.echo(f"{result.fate:7}  {result.test}{why}")
-        for line in bench(place("bench")):
-            typer.echo(line)
+        unmeasured = ["no figures: a test has not ended"]
+        typer.echo("\n".join(unmeasured if is_endless else bench(place("bench"))))
     typer.echo(", ".join(f"{count} {fate}" for fate, count in fates.items()))
     if is_endless:  # its thread would keep this process from its end
         sys.stdout.flush()

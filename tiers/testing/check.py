@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
@@ -75,37 +77,35 @@ def _tried(name: str, place: Place, limit_seconds: float) -> Result:
         return Result(test, "failed", str(error), is_endless=True)
     except AssertionError as error:
         return Result(test, "failed", str(error) or "an answer is wrong")
-    except Exception as error:  # noqa: BLE001 - it is the plugin's, and is reported
+    except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001 - the plugin's
         return Result(test, "failed", _where(error))
     return Result(test, "passed")
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """An error's first line, and the line of code that raised it."""
     last = extract_tb(error.__traceback__)[-1]
     return f"{describe_error(error).partition(chr(10))[0]} ({last.filename}:{last.lineno})"
 
 
-def bench(spec: StoreSpec) -> Iterator[str]:
+def bench(spec: StoreSpec) -> list[str]:
     """Lines that say how fast the store in an empty place is, beside copies of the same bytes."""
     size = StoreContract.payload_bytes
     batches = [Memory([make_key() for _ in range(_BATCH)], size).fill() for _ in range(_BATCHES)]
     copied = _rate(batches, lambda memory: memory.copy())
-    store = spec.open(StoreContext(size))
     try:
-        stored = _rate(batches, lambda memory: store.put(memory.readonly()))
-        loaded = _rate(batches[-1:], lambda memory: store.get(memory.blocks))
-        keys = [make_key() for _ in range(LOOKED_UP)]
-        seconds, _ = timed(partial(store.has, keys))
-    except KVTiersError as error:
-        yield f"no figures: {error}"
-        return
-    finally:
-        store.close()
-    yield f"of blocks of {size >> 10} KiB, {_BATCH} in a call; a copy in memory: {copied:.2f} GB/s"
-    yield f"put {stored:.3f} GB/s, {stored / copied:.3f} of that"
-    yield f"get {loaded:.3f} GB/s, {loaded / copied:.3f} of that"
-    yield f"has of {LOOKED_UP} keys {seconds * 1e3:.1f} ms"
+        with closing(spec.open(StoreContext(size))) as store:
+            stored = _rate(batches, lambda memory: store.put(memory.readonly()))
+            loaded = _rate(batches[-1:], lambda memory: store.get(memory.blocks))
+            seconds, _ = timed(partial(store.has, [make_key() for _ in range(LOOKED_UP)]))
+    except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001 - the plugin's
+        return [f"no figures: {_where(error)}"]
+    return [
+        f"of blocks of {size >> 10} KiB, {_BATCH} in a call; a copy in memory: {copied:.2f} GB/s",
+        f"put {stored:.3f} GB/s, {stored / copied:.3f} of that",
+        f"get {loaded:.3f} GB/s, {loaded / copied:.3f} of that",
+        f"has of {LOOKED_UP} keys {seconds * 1e3:.1f} ms",
+    ]
 
 
 def _rate(batches: list[Memory], work: Callable[[Memory], object]) -> float:
