@@ -16,7 +16,7 @@ REASONS = {
     "not_open": "it is not open, or can't be used",
     "failed": "its last lookup or read failed",
     "failed_before": "it failed to load this request before",
-    "late": "its lookup took too long",
+    "late": "the request did not wait for its lookup any longer",
     "tenant": "a rule of the tenant keeps the request's blocks out of it",
     "limit": "the request's own limits",
     "budget": "the request had waited for max_wait",
