@@ -182,13 +182,18 @@ def rng_place(at: int) -> int:
     return at if at % 2 else at // 4 * 2 + 1
 
 
-def test_nothing_is_told_of_too_little(kvtiers: Kvtiers, serving: Serving) -> None:
-    """Too few requests, and rates that were not measured."""
+def test_nothing_is_told_of_too_few_requests(kvtiers: Kvtiers, serving: Serving) -> None:
     served = serving(loop(20, 10, 100))
     ran = kvtiers(*arguments(served))
     assert (ran.status, ran.err) == (1, "")
     assert "Record longer: 100 requests in 99 seconds are too few" in ran.out
     assert "Record 300 more, for about 5 minutes" in ran.out
+
+
+def test_nothing_is_told_of_rates_that_were_not_measured(
+    kvtiers: Kvtiers, serving: Serving
+) -> None:
+    served = serving([])
     file = trace(served.folder, loop(20, 10, 420))
     ran = kvtiers("recommend", file, "--folder", served.folder / "control")
     assert (ran.status, ran.out) == (1, "")
@@ -202,6 +207,20 @@ def test_what_the_engine_has_measured_is_enough(kvtiers: Kvtiers, serving: Servi
     ran = kvtiers("recommend", file, "--from", "engine", "--folder", served.folder / "control")
     assert ran.status in (0, 1) and ran.err == ""
     assert re.search(r"^Rates: [\d,]+ prompt tokens/s .*; cpu loads [\d.]+[MG]/s after", ran.out)
+    assert "Nothing was loaded" not in ran.out
+    assert re.search(r"^(Change|Stay|Record longer): ", ran.out, re.M)
+
+
+def test_a_tier_that_never_loaded_loads_as_fast_as_it_stores(
+    kvtiers: Kvtiers, serving: Serving
+) -> None:
+    """Of a tier that is too small, or below one that has all, no load will ever be measured."""
+    served = serving([(number, 28) for number in range(12)], "1MiB", is_real_time=True)
+    file = trace(served.folder, loop(20, 10, 420))
+    ran = kvtiers("recommend", file, "--folder", served.folder / "control")
+    assert ran.status in (0, 1) and ran.err == ""
+    assert re.search(r"^Rates: .*; cpu loads [\d.]+[KMG]/s after 0 ms", ran.out)
+    assert "Nothing was loaded from cpu: taken to load as fast as it stores" in ran.out
     assert re.search(r"^(Change|Stay|Record longer): ", ran.out, re.M)
 
 

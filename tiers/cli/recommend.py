@@ -245,18 +245,13 @@ def _known(file: Path, present: ChainSpec, asked: Asked | None, trace: Trace) ->
 
 
 def _profiles(running: RunningChain, status: EngineStatus) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By type. A tier that loads and was never seen to store is taken to store as fast."""
+    """By type. Who was never seen to load, or to store, is taken to be as fast as at the other."""
     for tier in status.tiers:
-        if tier.measured_load_bytes_per_second:
-            load = tier.measured_load_bytes_per_second
-            yield (
-                tier.type,
-                {
-                    "load_bandwidth": load,
-                    "store_bandwidth": running.store_bytes_per_second.get(tier.name) or load,
-                    "load_latency": tier.load_latency_seconds or 0.0,
-                },
-            )
+        load = tier.measured_load_bytes_per_second
+        store = running.store_bytes_per_second.get(tier.name)
+        if load or store:
+            link = {"load_bandwidth": load or store, "store_bandwidth": store or load}
+            yield tier.type, {**link, "load_latency": tier.load_latency_seconds or 0.0}
 
 
 def _budget(file: Path | None, known: Mapping[str, Any], asked: Asked | None) -> Budget:
@@ -365,9 +360,13 @@ def _measured(found: Tuned, asked: Asked | None) -> Iterator[str]:
     """How far the simulation of the present chain agrees with what the engine counted."""
     report = found.judged["present"].report
     simulated = {use.name: use.hit_tokens / max(1, report.prompt_tokens) for use in report.tiers}
+    tiers = asked.status.tiers if asked is not None else ()
+    if never := [tier.name for tier in tiers if not tier.measured_load_bytes_per_second]:
+        taken = "taken to load as fast as it stores, unless the budget says"
+        yield f"Nothing was loaded from {' and '.join(never)}: {taken}."
     shares = {
         tier.name: (tier.token_share, simulated[tier.name])
-        for tier in (asked.status.tiers if asked is not None else ())
+        for tier in tiers
         if tier.token_share is not None and tier.name in simulated
     }
     if shares:
