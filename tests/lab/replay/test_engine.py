@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from tests.support.replay_chains import (
     total,
 )
 from tests.support.servers import RedisServer
+from tiers.errors import KVTiersError
 from tiers.gpu.copier import CpuCopier
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.store import Block
+from tiers.testing import GivenSpec, MemoryStore
 
 
 def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]) -> None:
@@ -237,6 +241,27 @@ def test_a_chain_whose_every_tier_is_unusable(
     assert len(unusable) == 2, "each is reported once"
     assert "'cpu'" in unusable[0] and "less than one block" in unusable[0]
     assert "'disk'" in unusable[1] and str(tmp_path / "file") in unusable[1]
+
+
+def test_a_store_that_hangs_ends_a_try_with_a_reason_and_no_traceback(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    class Hangs(MemoryStore):
+        def put(self, blocks: Sequence[Block]) -> list[bool]:
+            go_on.wait(60)
+            return super().put(blocks)
+
+    monkeypatch.setattr("tiers.lab.replay.engine.SETTLE_SECONDS", 0.2)
+    chain = chain_of(cpu())
+    hanging = GivenSpec(type="given").over(Hangs())
+    made = engine(chain.model_copy(update={"tiers": (*chain.tiers, hanging)}))
+    made.generate(list(range(20)), 1)
+    with pytest.raises(KVTiersError, match="transfers do not end"):
+        made.settle()
+    monkeypatch.undo()
+    go_on.set()
 
 
 @pytest.mark.parametrize("model", [MODEL, ReplayModel(windows=(None, 14, 7))], ids=["", "hybrid"])

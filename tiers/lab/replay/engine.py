@@ -21,6 +21,7 @@ from tiers.contract.engine_info import EngineInfo, LateFacts
 from tiers.contract.protocols import BlockEvent
 from tiers.contract.stats import Measures, TierStats
 from tiers.contract.weight_reports import Weights
+from tiers.errors import KVTiersError
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.blocks import BlockPool, has_null
 from tiers.lab.replay.model import VOCABULARY, ReplayModel
@@ -220,7 +221,7 @@ class ReplayEngine:
         return request
 
     def settle(self) -> None:
-        """Step until no transfer is in flight, also those that an engine need not wait for."""
+        """Step until no transfer is in flight, also of what needs no wait. Raises KVTiersError."""
         deadline = time.monotonic() + SETTLE_SECONDS
         children = self.connector.children if self.connector is not None else ()
         tiers = [child for child in children if isinstance(child, OffloadingScheduler)]
@@ -228,7 +229,7 @@ class ReplayEngine:
             if not self.step():
                 time.sleep(IDLE_SECONDS)
             if time.monotonic() > deadline:
-                raise RuntimeError("transfers do not end")
+                raise KVTiersError("transfers do not end: the log above says of which tier")
         while self._in_flight:
             self._take_in()
 
