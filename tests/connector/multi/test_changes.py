@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -301,6 +302,13 @@ def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:
         assert served(engine, [*PROMPT, *range(30)]).keys() == {"disk"}
         assert not change(engine, chain_of(a, b)).why
         assert "cpu" in served(engine, PROMPT)
+
+
+def test_a_capacity_that_a_rank_refuses_is_named_with_its_tier(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        pending = change(engine, chain_of(a, {**b, "capacity": TOO_SMALL}))
+        assert re.match(r"rank 0: tier disk: capacity .*; rank 1: tier disk: ", pending.why)
 
 
 def test_the_only_tier_is_opened_anew(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ class WorkerChanges:
         self._prepared = prepared = _Prepared(order, [*resized])
 
         def prepare_all() -> str:
-            reasons = (child.prepare_resize(tier) for child, tier in resized.items())
-            return next((why for why in reasons if why), "")
+            reasons = ((child.tier, child.prepare_resize(tier)) for child, tier in resized.items())
+            return next((f"tier {name}: {why}" for name, why in reasons if why), "")
 
         if resized:
             prepared.resize = self._resizer.submit(prepare_all)
