@@ -8,16 +8,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 
 from spec.load import load_chain
 from tests.cli.conftest import Ran
 from tests.support.replay_chains import close
 from tests.tuning.known_traffic import loop, mixed, once
+from tiers.cli.recommend import Asked, _budget, _known, _measured, _trace
 from tiers.control.engine_control import Control
+from tiers.control.engine_status import EngineStatus, RunningChain, TierStatus
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.model import VOCABULARY
+from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.trace import TraceRequest
 
@@ -247,3 +253,164 @@ def test_bad_input_is_named(
     assert "runs kvtiers 0.0.1, and this is" in says()
     ran = kvtiers("recommend", other, "--chain", served.file)
     assert (ran.status, ran.out) == (2, "") and "found no request" in ran.err
+
+
+def status(name: str, **more: Any) -> TierStatus:
+    nothing = dict.fromkeys(("measured_load_bytes_per_second", "load_latency_seconds"))
+    given = {"used_bytes": 0.0, "capacity_bytes": 0.0, "token_share": None, **nothing, **more}
+    return TierStatus.model_construct(name=name, type=name, **given)
+
+
+def asked(*tiers: TierStatus, spare: int = 0, token_bytes: int | None = 7) -> Asked:
+    """Of two engines in its folder."""
+    running = RunningChain.model_construct(
+        host="gpu-1",
+        pid=42,
+        kv_bytes_per_token=token_bytes,
+        cache_tokens=100,
+        spare_memory_bytes=spare,
+        store_bytes_per_second={"cpu": 50.0},
+    )
+    prefill = {"prefill_tokens_per_second": 3.0}
+    return Asked(running, EngineStatus.model_construct(tiers=[*tiers], **prefill), engines=2)
+
+
+def test_a_host_is_shared_out_among_its_engines_and_rates_are_those_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "chain.yaml", list[Path]()
+    file.write_text(f"""\
+version: 1
+tiers:
+  - {{type: cpu, capacity: 1MiB}}
+  - {{type: disk, capacity: 1MiB, path: {tmp_path / "not" / "yet"}}}
+  - {{type: redis, maxmemory: 1MiB, url: "redis://127.0.0.1", key_prefix: ours}}
+""")
+    present, recording = load_chain(file), open_trace(trace(tmp_path, [(1, 1)]), False)
+
+    def statvfs(path: Path) -> Any:
+        seen.append(path)
+        return SimpleNamespace(f_bavail=16, f_frsize=1000)
+
+    monkeypatch.setattr("tiers.cli.recommend.os.statvfs", statvfs)
+    tiers = [
+        status(
+            *("cpu",),
+            used_bytes=300.0,
+            capacity_bytes=400.0,
+            measured_load_bytes_per_second=100.0,
+            load_latency_seconds=0.25,
+        ),
+        status(
+            *("disk",),
+            used_bytes=5000.0,
+            capacity_bytes=6000.0,
+            measured_load_bytes_per_second=10.0,
+        ),
+        status("redis"),
+    ]
+    for spare, of_cpu in ((1000, 300 + 500), (100, 400)):
+        known = _known(file, present, asked(*tiers, spare=spare), recording)
+        limits = [medium["limit"] for medium in known["media"]]
+        assert limits == [of_cpu, 5000 + 16_000 * 15 // 16 // 2, 1 << 20]
+    assert {*seen} == {tmp_path}, "the folder is not made yet"
+    assert known["media"][2]["settings"] == {"url": "redis://127.0.0.1", "key_prefix": "ours"}
+    assert known["machine"] == {
+        "tiers": {
+            "cpu": {"load_bandwidth": 100.0, "store_bandwidth": 50.0, "load_latency": 0.25},
+            "disk": {"load_bandwidth": 10.0, "store_bandwidth": 10.0, "load_latency": 0.0},
+        },
+        "kv_bytes_per_token": 1024,
+        "engine_cache": 100 * 1024,
+        "prefill_rate": 3.0,
+    }
+    assert [m["limit"] for m in _known(file, present, None, recording)["media"]] == [1 << 20] * 3
+    with pytest.raises(typer.Exit):
+        _budget(None, known, asked(*tiers))
+    known["media"].pop()
+    assert _budget(None, known, asked(*tiers[:2])).machine.prefill_rate == 3
+    del known["machine"]["kv_bytes_per_token"]
+    with pytest.raises(typer.Exit):
+        _budget(None, known, asked(*tiers[:2]))
+
+
+def test_a_simulation_is_compared_with_what_the_engine_counted() -> None:
+    report = SimpleNamespace(
+        prompt_tokens=200,
+        tiers=[SimpleNamespace(name=name, hit_tokens=50) for name in ("cpu", "disk")],
+    )
+    found: Any = SimpleNamespace(judged={"present": SimpleNamespace(report=report)})
+    line = "Tokens from tiers, simulated and counted by the engine: cpu 25% and"
+    for share, text, is_alike in ((0.2, "20%", True), (0.1, "10%", False), (0.4, "40%", False)):
+        answer = asked(status("cpu", token_share=share), status("disk"))
+        first, *others = _measured(found, answer)
+        assert first == f"{line} {text}." and len(others) == (not is_alike)
+    assert not [*_measured(found, asked(status("gone", token_share=0.5)))]
+    assert not [*_measured(found, None)]
+
+
+def test_only_what_this_engine_recorded_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of a process whose number begins as its own, nor of a host whose name ends so."""
+    file = tmp_path / "chain.yaml"
+    file.write_text(
+        "version: 1\ntiers: [{type: cpu, capacity: 1MiB}]\n"
+        f"record: {{path: {tmp_path / 'trace'}}}\n"
+    )
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    content = trace(tmp_path, [(1, 1)]).read_bytes()
+    for writer in ("gpu-1-421", "big-gpu-1-42", "gpu-1-142"):
+        (folder / f"kvtiers-trace-1700000000000-{writer}.jsonl").write_bytes(content)
+    with pytest.raises(typer.Exit):
+        _trace(None, load_chain(file), asked(), file, False)
+    assert "name it to use 3 files of other engines" in capsys.readouterr().err
+    ours = [folder / f"kvtiers-trace-170000000000{at}-gpu-1-42.jsonl" for at in range(2)]
+    for path in ours:
+        path.write_bytes(content)
+    found = _trace(None, load_chain(file), asked(), file, False)
+    assert [*found.paths] == ours and "3 files of other engines" in capsys.readouterr().err
+
+
+def test_what_no_search_can_take_is_refused(kvtiers: Kvtiers, tmp_path: Path) -> None:
+    """Without an engine, of a recording that would be long enough."""
+    file, recording = tmp_path / "chain.yaml", trace(tmp_path, loop(20, 10, 420))
+
+    def says(chain: str, *more: object) -> str:
+        file.write_text(f"version: 1\ntiers: [{chain}]\n")
+        ran = kvtiers("recommend", recording, "--chain", file, *more)
+        assert (ran.status, ran.out) == (2, "")
+        return ran.err
+
+    cpu = "{type: cpu, capacity: 400KiB}"
+    assert "without an engine write --budget FILE" in says(cpu)
+    twice = f"{cpu}, {{type: cpu, capacity: 400KiB, name: other}}"
+    assert "found two tiers of type cpu" in says(twice)
+    assert "tier redis has no size" in says("{type: redis, url: 'redis://127.0.0.1'}")
+    text = file.read_text()
+    assert "it is written or read already" in says(cpu, "--output", file)
+    assert "it is written or read already" in says(cpu, "--output", file, "--json", file)
+    assert file.read_text() != text
+    file.unlink()
+    ran = kvtiers("recommend", recording, "--chain", file)
+    assert ran.status == 2 and "chain.yaml: found no file" in ran.err
+    ran = kvtiers("recommend", recording)
+    assert ran.status == 2 and "no chain: found no file: name the chain's file" in ran.err
+
+
+def test_no_tier_is_advised_where_none_pays(kvtiers: Kvtiers, tmp_path: Path) -> None:
+    """To load a token takes longer than to compute it."""
+    file, budget, new = (tmp_path / name for name in ("chain.yaml", "budget.yaml", "new.yaml"))
+    file.write_text("version: 1\nload_when: always\ntiers: [{type: cpu, capacity: 4MiB}]\n")
+    machine = "  kv_bytes_per_token: 1024\n  engine_cache: 128KiB\n"
+    budget.write_text(RATES.replace("100MB/s", "100KB/s") + machine)
+    recording = trace(tmp_path, loop(8, 10, 420))
+    ran = kvtiers(
+        *("recommend", recording, "--chain", file, "--budget", budget),
+        *("--output", new, "--chains", 20, "--processes", 1),
+    )
+    assert ran.status == 0, ran.err
+    assert "Simulated on requests 253 to 420, which no choice saw:" in ran.out
+    assert ran.out.endswith("No tier pays: run the engine without kvtiers.\n")
+    assert not new.exists()

@@ -186,7 +186,8 @@ def _trace(
     folder = present.record.path
     writer = writer_name(asked.running.host, asked.running.pid)
     files = sorted(folder.glob("kvtiers-trace-*.jsonl*"))
-    ours = [path for path in files if writer in path.name]
+    # In full: process 42 is not process 421.
+    ours = [path for path in files if path.match(f"kvtiers-trace-{'?' * 13}-{writer}.jsonl*")]
     if not ours:
         more = f"; name it to use {len(files)} files of other engines" if files else ""
         raise refused(f"{folder}: found nothing that this engine recorded: serve requests{more}")

@@ -13,7 +13,7 @@ from tiers.connector.policy.request_state import RequestTable, Scheduled
 from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import Offers, new_offers
 from tiers.contract.engine_info import EngineInfo, KVGroup
-from tiers.contract.marks import MediaMarks
+from tiers.contract.marks import MediaMark, MediaMarks
 from tiers.contract.protocols import NULL_BLOCK
 
 
@@ -85,15 +85,32 @@ def test_omitted_blocks_are_not_among_new_offers() -> None:
     assert [*offers.paged] == [4]
 
 
-def test_a_state_is_offered_with_its_block_and_no_other_one() -> None:
-    groups = (KVGroup(8), KVGroup(8, window=1, is_state=True))
-    table = RequestTable(EngineInfo({}, 8, 8, num_blocks=9, groups=groups))
+def test_blocks_of_media_that_are_in_doubt_are_not_offered() -> None:
+    """Their keys would name what they may not be computed from."""
+    table = RequestTable(EngineInfo({}, 4, 4, num_blocks=9))
+    state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
+    state.given([[3, 4]])
+    own = TierRequest(state)
+    state.media = MediaMark(shared=False)
+    assert not new_offers(table, own, Scheduled(state, 0, 8, 2)).keys and not own.offered
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_state_is_offered_with_its_block_and_no_other_one(place: int) -> None:
+    """Whether it is the first part of a block or the last."""
+    groups = [KVGroup(8)]
+    groups.insert(place, KVGroup(8, window=1, is_state=True))
+    table = RequestTable(EngineInfo({}, 8, 8, num_blocks=9, groups=tuple(groups)))
     state = table.of(FakeRequest(block_hashes=[b"a", b"b", b"c"]))
-    state.given([[1, 2, 3], [4, 5, 6]])
-    left = [(1, 30), (3, 31), (5, 32)]
-    for offered, expected in ((0, [(0, 1), (1, 30), (2, 2), (3, 31)]), (1, [(2, 2), (3, 31)])):
+    tables = [[1, 2, 3]]
+    tables.insert(place, [4, 5, 6])
+    state.given(tables)
+    left = [(2 * block + place, 30 + block) for block in range(3)]
+    for offered in (0, 1):
         scheduled = Scheduled(state, 0, 16, 2, states=left)
         offers = new_offers(table, TierRequest(state, offered=offered), scheduled)
+        whole = [(2 * block + 1 - place, 1 + block) for block in range(offered, 2)]
+        expected = sorted([*whole, *left[offered:2]])
         assert [*zip(offers.numbers, offers.paged, strict=True)] == expected
 
 
