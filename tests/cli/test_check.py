@@ -117,6 +117,7 @@ def test_what_can_not_be_tried_apart_is_refused(plugin: Install, kvtiers: Run) -
         (["cpu"], "host memory"),
         (["dsik"], "did you mean disk"),
         (["box", "--settings", "colour=red"], "colour"),
+        (["disk", "--settings", "capacity=2030-13-45"], "month must be in 1..12"),
     ):
         said = kvtiers("check", *words)
         assert said.status in (1, 2) and why in said.err, said

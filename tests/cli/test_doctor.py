@@ -170,7 +170,10 @@ def test_the_folder_of_commands(kvtiers: Run, write: Any, tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_options_that_need_each_other(kvtiers: Run, tmp_path: Path) -> None:
+def test_options_that_can_not_be_used(kvtiers: Run, tmp_path: Path) -> None:
     assert kvtiers("doctor", "--engine-args", "--x")[0] == 2
     status, _, err = kvtiers("doctor", "--model", tmp_path)
     assert status == 2 and "found no config.json in it" in err
+    (tmp_path / "config.json").write_text("{}")
+    status, out, err = kvtiers("doctor", "--model", tmp_path, "--engine-args", "--x 'y")
+    assert (status, out) == (2, "") and err.startswith("--engine-args --x 'y: No closing quotation")

@@ -68,7 +68,6 @@ def check(
 def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
     """The tier's spec, with made-up values for keys that must be there and are not."""
     import yaml
-    from pydantic import ValidationError
 
     from spec.errors import reason_of
     from spec.offloading import StoreSpec
@@ -83,7 +82,7 @@ def _make(tier_type: str, settings: list[str], folder: Path) -> StoreSpec:
         written |= {key: MADE_UP[key] or str(folder) for key in needed & MADE_UP.keys()}
         written |= {key: yaml.safe_load(value) for key, value in given.items()}
         spec = make_tier(tier_type, written)
-    except (UnknownPlugin, BrokenPlugin, ValidationError, yaml.YAMLError) as error:
+    except (UnknownPlugin, BrokenPlugin, ValueError, yaml.YAMLError) as error:
         raise refused(f"{tier_type}: {reason_of(error)}") from None
     if not isinstance(spec, StoreSpec):
         raise refused(f"{tier_type}: it keeps blocks in host memory; the kit tries stores")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec.errors import SpecError
-from tiers.cli.arguments import CHAIN_FILE, refused
+from tiers.cli.arguments import CHAIN_FILE, parsed, refused
 
 if TYPE_CHECKING:
     from tiers.doctor.isolated import Found
@@ -53,6 +53,7 @@ def doctor(
 
     if engine_args and model is None:
         raise refused("--engine-args needs --model")
+    words = parsed("--engine-args", engine_args, shlex.split)
     if model is not None and not (model / "config.json").is_file():
         raise refused(f"{model}: found no config.json in it; write the path of a model's folder")
     try:
@@ -67,7 +68,7 @@ def doctor(
         raise typer.Exit(2) from None
     # The engine opens the file again, which standard input can't be.
     file = chain_file if chain_file is not None and chain_file.is_file() else None
-    found = examine(chain, file, os.environ, model, shlex.split(engine_args))
+    found = examine(chain, file, os.environ, model, words)
     if as_json:
         findings = [{"about": each.about, **asdict(each.finding)} for each in found]
         typer.echo(json.dumps({"findings": findings}, indent=1))
