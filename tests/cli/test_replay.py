@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,6 +138,17 @@ def test_what_this_machine_cannot_do_is_said(
     ran = kvtiers("replay", *arguments, "--real", "--scale", 10**9)
     assert (ran.status, ran.out) == (2, "")
     assert "no memory for the engine's cache" in ran.err and "--scale" in ran.err
+
+
+def test_a_real_replay_uses_the_folder_named_and_leaves_nothing(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "fast"
+    folder.mkdir()
+    os.utime(folder, (0, 0))
+    ran = kvtiers("replay", *arguments, "--real", "--requests", 3, "--folder", folder)
+    assert (ran.status, ran.err.strip()) == (0, "")
+    assert folder.stat().st_mtime > 0 and not [*folder.iterdir()]
 
 
 def test_a_trace_of_another_model_is_said(
