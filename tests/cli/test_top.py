@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.support.replay_chains import cpu, disk
 from tiers.cli import top_screen
 from tiers.cli.top_screen import Top
 from tiers.control.control_server import ControlServer, short_path
-from tiers.control.watch_engines import EnginesWatch
+from tiers.control.watch_engines import HANGS, EnginesWatch, Watched
 from tiers.lab import extras
 from tiers.lab.replay import ReplayEngine
 
@@ -254,6 +255,75 @@ BAD_ACCOUNTS = [
     {"request": "b", "state": 1, "prompt_tokens": "x", "attempts": []},
     {"request": "c", "attempts": [5]},
 ]
+
+
+def test_a_selected_tier_says_what_its_row_lacks() -> None:
+    sums = {
+        "lookups": 1200.0,
+        "hits": 900.0,
+        "recompute_preferred": 30.0,
+        "recompute_preferred_engine": 4.0,
+        "lookup_timeouts": 1.0,
+        "tier_failures": 2.0,
+    }
+    tier = TIER.model_copy(update={"sums": sums})
+    assert [*top_screen.tier_lines(tier)] == [
+        "disk (disk): 50G of 200G, 25%; see below",
+        "writes are down: OSError: No space left on device",
+        "blocks: 1,200 dropped (budget)",
+        "since the start it loaded 50.0% of the prompts' tokens",
+        "a load takes 1 ms, then 3G/s, as measured",
+        "requests: 1,200 that looked it up, 900 that loaded, 30 that computed sooner, 4 too short "
+        "to load, 1 whose lookup was given up",
+        "operations that failed: 2",
+    ]
+    cells = ("disk", "degraded", "25%", "25.0%", "1.5G/3G", "0", "0.1 2.5", "-", "2+1")
+    assert top_screen.tier_row(tier) == cells
+    nothing = dict.fromkeys(("token_share", "load_latency_seconds"))
+    idle = tier.model_copy(update={"state": "open", "why": "", "sums": {}, **nothing})
+    assert [*top_screen.tier_lines(idle)] == [
+        "disk (disk): 50G of 200G, 25%; reads and writes work",
+        "blocks: 1,200 dropped (budget)",
+    ]
+
+
+def test_a_request_is_a_row_of_its_last_attempt_and_of_all_its_waits() -> None:
+    waits = dict.fromkeys(top_screen.WAITS, 1.0)
+    first = {
+        "own_cache": 1000,
+        "computed": None,
+        "loaded": {"cpu": 0},
+        "milliseconds": {**waits, "lookup": None, "step": 50.0},
+    }
+    last = {
+        "own_cache": 2000,
+        "computed": 30,
+        "loaded": {"cpu": 16, "disk": 0, "redis": 4},
+        "milliseconds": waits,
+    }
+    account: Any = {"request": "a", "state": "finished", "prompt_tokens": 12345}
+
+    def cells(*attempts: object) -> tuple[str, ...]:
+        row = top_screen.request_row({**account, "attempts": [*attempts]})
+        assert row[:3] == ("a", "finished", "12,345")
+        return row[3:]
+
+    assert cells(first, last) == ("2,000", "30", "7.0", "cpu 16, redis 4")
+    assert cells(first) == ("1,000", "-", "3.0", "")
+    assert cells() == ("0", "-", "0.0", "")
+    assert len(top_screen.keyed([{**account, "began": 1}, {**account, "began": 2}])) == 2
+
+
+def test_an_answer_that_is_old_is_said() -> None:
+    seen = Watched(Path("a.sock"), since=100.0, status=STATUS)
+    ago = "; this is its answer of {}s ago"
+    assert top_screen.problem(seen, 104.0) == ""
+    assert top_screen.problem(seen, 104.5) == HANGS + ago.format(4)
+    failed = replace(seen, problem="it failed")
+    assert top_screen.problem(failed, 101.0) == "it failed" + ago.format(1)
+    assert top_screen.problem(replace(failed, is_gone=True), 103.0).endswith(ago.format(3))
+    for new, text in ((failed, "it failed"), (seen, "the engine is asked")):
+        assert top_screen.problem(replace(new, status=None), 101.0) == text
 
 
 @pytest.mark.parametrize("explain", [{}, [5], BAD_ACCOUNTS], ids=str)

@@ -429,8 +429,6 @@ class AbsentTier(SchedulerConnector):
     """Stands at the place of a tier that was detached: it has nothing, and wants nothing."""
 
     jobs_in_flight = 0
-    is_up = False
-    is_lost = True
     update_state_after_alloc = build_connector_meta = update_connector_output = do_nothing
     shutdown = do_nothing
 
@@ -438,10 +436,6 @@ class AbsentTier(SchedulerConnector):
         nothing = dict.fromkeys(("reads_up", "writes_up", "capacity_bytes", "used_bytes"), 0.0)
         self._stats: TierStats | None = TierStats()
         self._stats.add(name, **{STATE: float(STATES.index("detached"))}, **nothing)
-
-    def condition(self) -> tuple[str, str]:
-        """One of `STATES`, and no error."""
-        return "detached", ""
 
     def get_kv_connector_stats(self) -> TierStats | None:
         """Its state, once."""
