@@ -71,6 +71,17 @@ def test_a_reset_removes_what_a_host_tier_held(engine: Callable[..., ReplayEngin
     assert told(made, "cpu") == set()
 
 
+def test_what_a_quota_drops_is_told_as_removed(engine: Callable[..., ReplayEngine]) -> None:
+    """Else a router sends requests for it here."""
+    rules = {"small": {"quota": 15 * MODEL.payload_bytes}}
+    made = engine(chain_of(cpu(), tenants=rules), kv_events=True, prefix_caching=False)
+    for first in (0, 100):
+        made.generate(range(first, first + 41), 1, "small")
+        made.settle()
+    made.step()
+    assert len(told(made, "cpu")) == 15
+
+
 def test_a_block_that_failed_to_load_is_told_as_removed(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:

@@ -149,6 +149,22 @@ def test_a_start_finds_what_was_stored_before_the_reset_and_nothing_since(
     assert [again.generate(prompt, 3).loaded_tokens for prompt in (PROMPT, OTHER)] == [FULL, 0]
 
 
+def test_what_was_being_stored_at_a_reset_is_dropped_when_that_has_ended(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """Of what was stored since the reset before; what is older others may use."""
+    go = threading.Event()
+    made = engine(chain_of(disk(tmp_path)), prefix_caching=False, open_copier=holding(go))
+    for count in (FULL // MODEL.block_tokens,) * 2:
+        go.clear()
+        finish(made, OTHER)
+        assert scheduler_of(made)._stores.slots_pinned == count
+        assert made.reset_cache()
+        go.set()
+        made.settle()
+        becomes(count, lambda: blocks_on(tmp_path))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_reset_drops_what_this_engine_stored_since_the_one_before(
     engine: Callable[..., ReplayEngine], tmp_path: Path, shared_server: RedisServer, ranks: int
