@@ -59,8 +59,10 @@ def step_as_stores_end(made: ReplayEngine, goes_on: Callable[[], bool]) -> None:
 
 
 def test_what_found_no_room_is_offered_again_while_its_request_runs(
-    engine: MakeEngine, store: TroubledStore
+    engine: MakeEngine, store: TroubledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A few blocks in each step, until all are stored."""
+    monkeypatch.setattr("tiers.connector.scheduler.tier_stores.RETRIES", 8)
     made = engine(chain(), num_blocks=120, batch_tokens=500, prefix_caching=False)
     request = made.add(LONG, 30)
     store.pace.hang("put")
@@ -68,6 +70,9 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
     while not scheduler._stores.slots_pinned:  # the lookup is answered in the background
         made.step()
     assert scheduler._stores.slots_pinned == 16
+    pool, busy = scheduler._tier.open.pool, [True] * 3
+    claim = pool.claim
+    monkeypatch.setattr(pool, "claim", lambda key: None if busy and busy.pop() else claim(key))
     store.pace.resume()
     step_as_stores_end(made, lambda: len(request.output) < 29)
     made.run()
@@ -75,9 +80,11 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
     assert set(request.block_hashes[:100]) <= {
         key[16:][: len(request.block_hashes[0])] for key in store.blocks
     }
+    assert not busy, "others had the slots for a while"
     assert not measured(made, "store_dropped_no_slot") and not measured(
         made, "store_dropped_inflight"
     )
+    assert max(scheduler._tier.admission.acceptance.lost.values()) <= 0, "none is lost"
 
 
 def test_what_never_finds_room_is_counted_when_its_request_ends(
@@ -115,11 +122,17 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
     monkeypatch.setattr("tiers.connector.scheduler.tier_stores.RETRIES", 5)
-    store.pace.resume()
-    while scheduler._stores.slots_pinned:
+    asked.clear()
+    each: list[int] = []
+
+    def goes_on() -> bool:
+        each.append(sum(asked))
         asked.clear()
-        made.step()
-        assert sum(asked) <= 5 + 4
+        return any(len(request.output) < 29 for request in requests)
+
+    store.pace.resume()
+    step_as_stores_end(made, goes_on)
+    assert 5 <= max(each) <= 5 + 4
     made.run()
 
 
