@@ -307,6 +307,21 @@ def _placed(prompt: Sequence[bytes], first: int) -> list[Block]:
     return [GatheredBlock(block.key, block.payload, None, place) for block, place in blocks]
 
 
+def test_a_block_that_is_asked_for_twice_in_a_prompt_comes_twice(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(0o700)
+    bucket, keys = DirectoryBucket(tmp_path / "shared"), [make_key() for _ in range(3)]
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
+    stored, twice = _placed(keys, 0), [*_placed(keys, 0), *_placed(keys, 0)]
+    try:
+        assert all(store.put(stored))
+        for block in twice:
+            block.payload[:] = bytes(PAYLOAD)
+        assert store.get(twice) == [True] * 6
+        assert [bytes(one.payload) for one in twice] == 2 * [bytes(one.payload) for one in stored]
+    finally:
+        store.close()
+
+
 @pytest.mark.fault
 def test_a_pack_that_another_process_put_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     """Between two reads of a load a pack is evicted, and one that begins alike is put."""
