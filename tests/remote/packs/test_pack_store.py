@@ -322,6 +322,19 @@ def test_a_block_that_is_asked_for_twice_in_a_prompt_comes_twice(tmp_path: Path)
         store.close()
 
 
+def test_what_another_deleted_is_believed_until_it_is_to_be_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(0o700)
+    store, other = (SharedSpec(path=tmp_path / "shared").open(StoreContext(PAYLOAD)) for _ in "ab")
+    keys = [make_key() for _ in range(3)]
+    assert all(store.put(_placed(keys, 0)))
+    other.drop(keys)
+    assert store.held_prefix([keys]) == [3]
+    store.forget()
+    assert store.held_prefix([keys]) == [0]
+    store.close()
+    other.close()
+
+
 @pytest.mark.fault
 def test_a_pack_that_another_process_put_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     """Between two reads of a load a pack is evicted, and one that begins alike is put."""
