@@ -261,18 +261,18 @@ def status(name: str, **more: Any) -> TierStatus:
     return TierStatus.model_construct(name=name, type=name, **given)
 
 
-def asked(*tiers: TierStatus, spare: int = 0, token_bytes: int | None = 7) -> Asked:
+def asked(*tiers: TierStatus, spare: int = 0) -> Asked:
     """Of two engines in its folder."""
     running = RunningChain.model_construct(
         host="gpu-1",
         pid=42,
-        kv_bytes_per_token=token_bytes,
+        kv_bytes_per_token=7,
         cache_tokens=100,
         spare_memory_bytes=spare,
         store_bytes_per_second={"cpu": 50.0},
     )
-    prefill = {"prefill_tokens_per_second": 3.0}
-    return Asked(running, EngineStatus.model_construct(tiers=[*tiers], **prefill), engines=2)
+    found = EngineStatus.model_construct(tiers=[*tiers], prefill_tokens_per_second=3.0)
+    return Asked(running, found, engines=2)
 
 
 def test_a_host_is_shared_out_among_its_engines_and_rates_are_those_measured(
