@@ -342,10 +342,11 @@ def test_a_simulation_is_compared_with_what_the_engine_counted() -> None:
     found: Any = SimpleNamespace(judged={"present": SimpleNamespace(report=report)})
     line = "Tokens from tiers, simulated and counted by the engine: cpu 25% and"
     for share, text, is_alike in ((0.2, "20%", True), (0.1, "10%", False), (0.4, "40%", False)):
-        answer = asked(status("cpu", token_share=share), status("disk"))
+        rate = {"measured_load_bytes_per_second": 1.0}
+        answer = asked(status("cpu", token_share=share, **rate), status("disk", **rate))
         first, *others = _measured(found, answer)
         assert first == f"{line} {text}." and len(others) == (not is_alike)
-    assert not [*_measured(found, asked(status("gone", token_share=0.5)))]
+    assert not [*_measured(found, asked(status("gone", token_share=0.5, **rate)))]
     assert not [*_measured(found, None)]
 
 
