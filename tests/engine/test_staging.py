@@ -218,7 +218,7 @@ def test_a_store_that_refuses_most_blocks_is_told_of(
             made.settle()
             clock[0] += WINDOW_SECONDS
     (line,) = lines(caplog)
-    assert "capacity" in line
+    assert "no error of it, it is full" in line and "capacity" in line and "maxmemory" in line
 
 
 def test_a_tier_that_takes_all_and_one_that_is_chosen_for_says_nothing(

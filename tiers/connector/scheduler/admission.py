@@ -237,8 +237,8 @@ class AcceptanceMonitor:
             )
         if reason == "store_failures":
             return (
-                "it did not store the others; look for its errors in this log, and at its capacity "
-                "and the room that it has"
+                "it did not store the others; where this log has no error of it, it is full: raise "
+                "its capacity, or a server's maxmemory, and have that evict (maxmemory-policy)"
             )
         if reason == "store_dropped_no_slot" or store is None:
             return "no slot of host memory was free; raise staging"
