@@ -303,7 +303,9 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
     load_when: LoadWhen = Field(
         default="sooner",
         description="Choose whether to load. sooner: only what comes sooner than it is computed, "
-        "as measured; a tier that is slower is left out. always: all that comes within max_wait.",
+        "as measured; a tier that is slower is left out. Where eight loads left too little to "
+        "compute to measure the engine by, the next requests load half. always: all that comes "
+        "within max_wait.",
     )
     promote: bool = Field(
         default=True,
