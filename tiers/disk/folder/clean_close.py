@@ -21,7 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from tiers.concurrency.file_locks import acquire, release
-from tiers.disk.folder.folder import Folder
+from tiers.disk.folder.folder import ONE_HOST, Folder
 from tiers.disk.folder.owner import Owner, scan_owners
 from tiers.disk.slab import sync_folder
 from tiers.errors import TierNotOpen
@@ -111,7 +111,7 @@ def leave(folder: Folder, owner: Owner) -> bool:
     digest, then = b"", None
     for _ in range(_TRIES):
         with folder.locked():
-            if scan_owners(folder.owners, folder.one_host).alive != {owner.id}:
+            if scan_owners(folder.owners, folder.kind in ONE_HOST).alive != {owner.id}:
                 break
             now = state(folder)
             if now == then:

@@ -145,16 +145,13 @@ class Folder:
         self.owners = path / "owners"
         self.index_lock = path / "index.mdb-lock"
         self.lock = path / "lock"
-        self.one_host = False
-        """Whether no other host can have the folder's file system mounted; set by `prepare`."""
+        self.kind = ""
+        """The type of the folder's file system; set by `prepare`."""
 
     def prepare(self) -> None:
         """Make the folder, or check the one that exists. Raises TierUnusable and TierNotOpen."""
-        kind = mount_of(self.path).kind
+        self.kind = kind = mount_of(self.path).kind
         require_suitable(self.path, kind)
-        self.one_host = kind in ONE_HOST
-        if kind in MEMORY:
-            logger.info("disk tier %s is on %s, so its blocks take memory", self.path, kind)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(self.path):

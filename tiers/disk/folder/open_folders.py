@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiers.disk.folder import clean_close
-from tiers.disk.folder.folder import Folder
+from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder
 from tiers.disk.folder.open_folder import OpenFolder, require_own
 from tiers.disk.folder.owner import Owner, Owners, scan_owners
 from tiers.disk.index.edit import Edit, Slot
@@ -103,7 +103,7 @@ def _become_owner(
     release: Release,
 ) -> _Owned | None:
     """Wipe a folder that is not usable, and become an owner. Only under the folder's lock."""
-    owners = scan_owners(folder.owners, folder.one_host)
+    owners = scan_owners(folder.owners, folder.kind in ONE_HOST)
     if owners.refusal is not None:
         raise TierNotOpen(owners.refusal)
     if owners.alive:
@@ -123,7 +123,10 @@ def _become_owner(
             raise
         folder.wipe(str(error))
         owned = _open_files(folder, owners, access, direct, release)
-    if chosen:  # said now: a folder whose index can't be opened is tried again for ever
+    # Said now: a folder whose index can't be opened is tried again for ever.
+    if folder.kind in MEMORY:
+        logger.info("disk tier %s is on %s, so its blocks take memory", folder.path, folder.kind)
+    if chosen:
         logger.info("disk tier %s: %s", folder.path, chosen)
     return owned
 
