@@ -196,8 +196,8 @@ MUTANTS = (
     WRITTEN.but(
         "failures",
         "a file that is gone ends a listing",
-        "            if error.errno in GONE:\n                continue\n            raise\n",
-        "            raise\n",
+        "        with unless_gone():\n            found = entry.stat",
+        "        if True:\n            found = entry.stat",
     ),
     WRITTEN.but(
         "failures",

@@ -43,7 +43,7 @@ from tiers.remote.directory_files import (
     fill,
     first,
     refusal,
-    unlink,
+    unless_gone,
 )
 from tiers.remote.directory_upkeep import DirectoryTerms, PacksAndLeftovers
 from tiers.remote.evictor import KeptBucket, Pace, Pause
@@ -105,11 +105,8 @@ class DirectoryBucket:
         return True
 
     def _create(self, path: str) -> int:
-        try:
+        with unless_gone():
             return create(path)
-        except OSError as error:
-            if error.errno not in GONE:
-                raise
         self._make_folders(path)
         return create(path)
 
@@ -161,7 +158,8 @@ class DirectoryBucket:
     def delete(self, names: Sequence[str]) -> None:
         with self._translated():
             for name in names:
-                unlink(f"{self._path}/{name}")
+                with unless_gone():
+                    os.unlink(f"{self._path}/{name}")
 
     def describe(self) -> str:
         return self._path

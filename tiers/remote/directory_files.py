@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tiers.block import NAMESPACE_BYTES, Buffer, after
 from tiers.errors import TierRefused
@@ -49,10 +50,11 @@ def first(views: Sequence[memoryview], most: int) -> Sequence[memoryview]:
     return views
 
 
-def unlink(path: str) -> None:
-    """Remove a file, if it is there. Raises OSError."""
+@contextmanager
+def unless_gone() -> Iterator[None]:
+    """Go on where another host removed what is needed within. Raises other errors."""
     try:
-        os.unlink(path)
+        yield
     except OSError as error:
         if error.errno not in GONE:
             raise
@@ -61,13 +63,10 @@ def unlink(path: str) -> None:
 def files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     """The names of a folder's files, and facts of each. Raises OSError."""
     for entry in entries(folder):
-        try:
+        found = None
+        with unless_gone():
             found = entry.stat(follow_symlinks=False)
-        except OSError as error:
-            if error.errno in GONE:
-                continue
-            raise
-        if stat.S_ISREG(found.st_mode):
+        if found and stat.S_ISREG(found.st_mode):
             yield entry.name, found
 
 
@@ -89,13 +88,9 @@ def refusal(error: PermissionError, path: str) -> TierRefused:
 
 def entries(folder: str) -> list[os.DirEntry[str]]:
     """What lies in a folder; nothing, if it is gone. Raises OSError."""
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError as error:
-        if error.errno in GONE:
-            return []
-        raise
+    with unless_gone(), os.scandir(folder) as found:
+        return list(found)
+    return []
 
 
 def _folders(path: str, name: re.Pattern[str]) -> list[str]:

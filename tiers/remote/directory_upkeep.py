@@ -16,7 +16,6 @@ from typing import TypeVar
 from tiers.errors import TierRefused
 from tiers.remote.directory_files import (
     FULL,
-    GONE,
     TEMPORARY,
     create,
     entries,
@@ -25,7 +24,7 @@ from tiers.remote.directory_files import (
     fill,
     namespaces,
     refusal,
-    unlink,
+    unless_gone,
 )
 from tiers.remote.lease import FOLDER, NOTE_BYTES, name_of, terms_of
 from tiers.remote.packs.bucket import Listed
@@ -54,7 +53,8 @@ class DirectoryTerms:
     def newest(self) -> int:
         terms = terms_of(entry.name for entry in entries(self._folder))
         for term in terms[:-1]:  # made while the one was renamed
-            unlink(self._file(term))
+            with unless_gone():
+                os.unlink(self._file(term))
         return terms[-1] if terms else 0
 
     def take(self, term: int, note: bytes) -> bool:
@@ -100,12 +100,9 @@ class DirectoryTerms:
         return True
 
     def _open(self, term: int, access: int) -> int | None:
-        try:
+        with unless_gone():
             return os.open(self._file(term), access | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno in GONE:
-                return None
-            raise
+        return None
 
     def _file(self, term: int) -> str:
         return f"{self._path}/{name_of(term)}"
@@ -165,7 +162,8 @@ class PacksAndLeftovers:
         elif stat.S_ISDIR(found.st_mode):
             os.rmdir(path)
         else:
-            unlink(path)
+            with unless_gone():
+                os.unlink(path)
 
     def _allowed(self, some: Iterator[T], refused: Callable[[TierRefused], None]) -> Iterator[T]:
         """These, up to a folder that this process's user may not read."""
