@@ -92,14 +92,24 @@ ran.
 
 The `disk` tier's tests passed on ext4, XFS and Btrfs (Linux 6.18), and it served beside what filled
 them and left again. On Btrfs keep the folder out of snapshots: where the file system is full, the
-first write behind one still ends the engine.
+first write behind one still ends the engine. An emulated machine lost its power N times while a
+tier stored and evicted there, or just after it was closed, on ext4 and XFS (Linux 6.1): each time
+the tier held what its `durability` says, and no block was wrong.
 
 The `shared` tier ran over two mounts, on one host, of CephFS 16.2, GlusterFS 10.3 and SSHFS 3.7,
 all by FUSE: four processes stored, dropped, evicted and loaded the same packs, and no block was
 wrong; its tests passed on the first two. Engines served on while a server or a mount was stopped or
 killed, after one request that waited its `deadline`, and stored again where it came back. But a
 process may not end, even by a kill, before a file system's server that hangs has answered it.
-NFS and Lustre were not run. A mount by rclone makes no hard links, and is refused.
+
+Over Linux' own NFS (6.1; versions 3 and 4.2) three emulated machines ran it: a server, and two
+hosts with `kvtiers replay`'s engines. Each loaded what the other had stored; four engines at once
+stored, evicted and loaded; they served on while the server stood still for 45 s and when it lost
+its power, and where the host that evicted was killed, the other evicted 30 s later. No answer was
+wrong. **Mount with `lookupcache=positive`**: what a host had looked for before the other stored it,
+it missed for 29 s without, and for 2 s at most with it.
+
+Lustre was not run. A mount by rclone makes no hard links, and is refused.
 
 ## On a GPU
 

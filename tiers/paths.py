@@ -1,9 +1,24 @@
-"""What lies at a path."""
+"""What lies at a path, and on which file system."""
 
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_MOUNT_OF_HANDLE = re.compile(r"^mnt_id:\s*([0-9]+)$", re.M)
+
+
+class Mount(NamedTuple):
+    """A file system by the kernel's names of its kind, and of the device or server that it is from,
+    and its options; "" if unknown."""
+
+    kind: str = ""
+    device: str = ""
+    options: str = ""
 
 
 def found_at(path: Path) -> os.stat_result | None:
@@ -13,3 +28,20 @@ def found_at(path: Path) -> os.stat_result | None:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def mount_of(path: Path) -> Mount:
+    """The file system at a path, or at its nearest existing parent."""
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    with suppress(OSError):
+        # The dot makes the kernel mount an automount.
+        handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH | os.O_CLOEXEC)
+        try:
+            found = _MOUNT_OF_HANDLE.search(Path(f"/proc/self/fdinfo/{handle}").read_text())
+        finally:
+            os.close(handle)
+        for line in _MOUNTS.read_text(errors="replace").splitlines():
+            ids, _, source = line.partition(" - ")
+            if found and ids.split(" ", 1)[0] == found[1]:
+                return Mount(*source.split(" ")[:3])
+    return Mount()

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import lmdb
 
 from spec.offloading import StoreContext
+from tiers import paths
 from tiers.disk.disk_store import DiskStore
-from tiers.disk.folder import folder as folders
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import Entry, Slot, index_key
 from tiers.disk.slab import slot_bytes
@@ -166,7 +166,7 @@ def say_mounted(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     rows = Path("/proc/self/mountinfo").read_text()
     doctored = tmp_path / "mountinfo"
     doctored.write_text(re.sub(r" - \S+ ", f" - {kind} ", rows))
-    monkeypatch.setattr(folders, "_MOUNTS", doctored)
+    monkeypatch.setattr(paths, "_MOUNTS", doctored)
 
 
 def run_mounted(mount: str, code: str, path: Path) -> None:

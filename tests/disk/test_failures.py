@@ -154,7 +154,7 @@ def test_a_path_that_turns_read_only(
 GOES = """
 import ctypes, fcntl, struct, subprocess
 from contextlib import suppress
-from tiers.disk.folder.folder import mount_of
+from tiers.paths import mount_of
 from tiers.errors import TierError
 mount = path / "mount"
 mount.mkdir()

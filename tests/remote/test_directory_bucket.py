@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from tests.disk.audit import run_mounted
 from tests.support.clock import wait_for
+from tiers import paths
 from tiers.errors import (
     TierError,
     TierFull,
@@ -485,3 +487,16 @@ def test_doctor_tries_the_directory_and_leaves_nothing(place: Path) -> None:
     assert not files(place)
     with pytest.raises(TierNotOpen, match="make the directory once"):
         list(examine(place / "none", None))
+
+
+@pytest.mark.parametrize(
+    ("mounted", "noted"),
+    [("nfs4 h:/kv rw,vers=4.2", 1), ("nfs h:/kv rw,lookupcache=pos", 0), ("ext4 /dev/vdb rw", 0)],
+)
+def test_doctor_names_what_nfs_remembers(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounted: str, noted: int
+) -> None:
+    rows = Path("/proc/self/mountinfo").read_text()
+    (tmp_path / "mountinfo").write_text(re.sub(" - .*", f" - {mounted}", rows))
+    monkeypatch.setattr(paths, "_MOUNTS", tmp_path / "mountinfo")
+    assert sum("lookupcache=positive" in f.change for f in examine(place, None)) == noted

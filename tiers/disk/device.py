@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.findings import DoctorFinding
-from tiers.disk.folder.folder import mount_of
+from tiers.paths import mount_of
 
 TOOL = "smartctl"
 TOOL_SECONDS = 5.0

@@ -16,7 +16,7 @@ from spec.fields import format_size
 from spec.findings import DoctorFinding
 from tiers.disk import device
 from tiers.disk.folder import clean_close
-from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, mount_of, require_suitable
+from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, require_suitable
 from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index import mapped
 from tiers.disk.index.index import LEAST_AHEAD, Index, translated
@@ -24,6 +24,7 @@ from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
 from tiers.disk.slab import Access, choose_direct
 from tiers.errors import TierError, TierNotOpen
 from tiers.host.spare_memory import spare_memory
+from tiers.paths import mount_of
 from tiers.store import Usage
 
 LEAST_INODES = 64

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from spec.fields import format_size
 from spec.findings import DoctorFinding
+from tiers.paths import mount_of
 from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.packs.pack import INDEX_BYTES, PACK_BYTES, name_of
 from tiers.timed import timed
@@ -27,6 +28,15 @@ def examine(path: Path, capacity: int | None) -> Iterator[DoctorFinding]:
             f"{path} is where a file system is mounted: without it, it is on this host's own disk",
             "name a directory below it",
             "nothing",
+        )
+    kind, _, options = mount_of(path)
+    if kind.startswith("nfs") and "lookupcache=" not in options:
+        yield DoctorFinding(
+            "note",
+            f"{path} is on an NFS mounted without lookupcache=positive: what this host looked for "
+            "before another stored it, it misses for up to a minute",
+            "mount it with lookupcache=positive",
+            "each look for what is not there asks the server",
         )
     yield from _room(path, capacity)
     yield from _try_out(bucket)

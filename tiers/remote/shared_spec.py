@@ -27,7 +27,7 @@ class SharedSpec(StoreSpec):
     path: FolderPath = Field(
         examples=["/mnt/kv/llama"],
         description="The tier's own directory, below the mount. It must be there: make it once, so "
-        "that what is not mounted is not taken for empty.",
+        "that what is not mounted is not taken for empty. Mount an NFS with lookupcache=positive.",
     )
     capacity: ByteSize | None = Field(
         default=None,

@@ -39,6 +39,7 @@ from tests.disk.audit import (
     settled,
 )
 from tests.support.clock import wait_for
+from tiers import paths
 from tiers.disk.folder import clean_close, folder
 from tiers.disk.folder.folder import Folder
 from tiers.disk.spec import DiskSpec
@@ -464,9 +465,9 @@ def test_where_the_kernel_tells_no_type(tmp_path: Path, monkeypatch: pytest.Monk
         if rows is not None:
             (tmp_path / "mountinfo").write_text(rows)
         monkeypatch.setattr(
-            folder, "_MOUNTS", tmp_path / ("mountinfo" if rows is not None else "none")
+            paths, "_MOUNTS", tmp_path / ("mountinfo" if rows is not None else "none")
         )
-        assert folder.mount_of(tmp_path) == ("", "")
+        assert paths.mount_of(tmp_path) == ("", "", "")
         with opened(tmp_path / "tier") as store:
             assert put(store, keys(0)) == [True]
 
@@ -474,7 +475,7 @@ def test_where_the_kernel_tells_no_type(tmp_path: Path, monkeypatch: pytest.Monk
 REAL = """
 import io, logging
 from tiers.disk.folder import open_folders
-from tiers.disk.folder.folder import mount_of
+from tiers.paths import mount_of
 from tiers.errors import TierNotOpen
 assert mount_of(path / "a b" / "not yet").kind == "tmpfs"
 said = io.StringIO()

@@ -31,18 +31,15 @@ import secrets
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from tiers.concurrency.file_locks import acquire, release
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
+from tiers.paths import mount_of
 
 logger = logging.getLogger(__name__)
-
-_MOUNTS = Path("/proc/self/mountinfo")
-_MOUNT_OF_HANDLE = re.compile(r"^mnt_id:\s*([0-9]+)$", re.M)
 
 MEMORY = frozenset({"tmpfs", "ramfs"})
 """File systems whose files take memory, and are lost when the machine goes down."""
@@ -61,31 +58,6 @@ _COPYING = frozenset({"bcachefs", "nilfs2"})
 _IN_PLACE_SINCE = (6, 16)
 _GET_FLAGS, _SET_FLAGS, _COMPRESSED, _NOCOW = 0x80086601, 0x40086602, 0x4, 0x800000
 """Of `linux/fs.h`: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_COMPR_FL, FS_NOCOW_FL."""
-
-
-class Mount(NamedTuple):
-    """A file system by the kernel's names of its kind, and of the device or server that it is from;
-    "" if unknown."""
-
-    kind: str = ""
-    device: str = ""
-
-
-def mount_of(path: Path) -> Mount:
-    """The file system at a path, or at its nearest existing parent."""
-    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    with suppress(OSError):
-        # The dot makes the kernel mount an automount.
-        handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH | os.O_CLOEXEC)
-        try:
-            found = _MOUNT_OF_HANDLE.search(Path(f"/proc/self/fdinfo/{handle}").read_text())
-        finally:
-            os.close(handle)
-        for line in _MOUNTS.read_text(errors="replace").splitlines():
-            ids, _, source = line.partition(" - ")
-            if found and ids.split(" ", 1)[0] == found[1]:
-                return Mount(*source.split(" ")[:2])
-    return Mount()
 
 
 def require_suitable(path: Path, kind: str) -> None:

@@ -123,8 +123,7 @@ def _become_owner(
             raise
         folder.wipe(str(error))
         owned = _open_files(folder, owners, access, direct, release)
-    # Said now: a folder whose index can't be opened is tried again for ever.
-    if folder.kind in MEMORY:
+    if folder.kind in MEMORY:  # said now: what can't be opened is tried again for ever
         logger.info("disk tier %s is on %s, so its blocks take memory", folder.path, folder.kind)
     if chosen:
         logger.info("disk tier %s: %s", folder.path, chosen)
