@@ -33,8 +33,7 @@ def examine(path: Path, capacity: int | None) -> Iterator[DoctorFinding]:
     if kind.startswith("nfs") and "lookupcache=" not in options:
         yield DoctorFinding(
             "note",
-            f"{path} is on an NFS mounted without lookupcache=positive: what this host looked for "
-            "before another stored it, it misses for up to a minute",
+            f"{path} is on an NFS: what was looked for before it was stored is missed for a minute",
             "mount it with lookupcache=positive",
             "each look for what is not there asks the server",
         )

@@ -117,8 +117,7 @@ class Folder:
         self.owners = path / "owners"
         self.index_lock = path / "index.mdb-lock"
         self.lock = path / "lock"
-        self.kind = ""
-        """The type of the folder's file system; set by `prepare`."""
+        self.kind = ""  # of its file system, as `prepare` finds it
 
     def prepare(self) -> None:
         """Make the folder, or check the one that exists. Raises TierUnusable and TierNotOpen."""
