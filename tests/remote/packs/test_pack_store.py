@@ -360,6 +360,41 @@ def test_a_pack_that_another_process_put_meanwhile_is_not_damaged(tmp_path: Path
     other.close()
 
 
+@pytest.mark.parametrize("answer", ["as it was", None, TierUnavailable("no answer")], ids=str)
+def test_a_pack_is_damaged_if_its_index_still_says_what_did_not_verify(
+    tmp_path: Path, answer: object
+) -> None:
+    """Else it is gone, or its server is, and is not deleted for that."""
+
+    class Changing(DirectoryBucket):
+        looks = 0
+
+        def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+            self.looks += not start
+            if self.looks == 2 and isinstance(answer, Exception):
+                raise answer
+            return None if self.looks == 2 and answer is None else super().read(name, start, into)
+
+    (tmp_path / "shared").mkdir(0o700)
+    bucket, keys = Changing(tmp_path / "shared"), [make_key() for _ in range(3)]
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=1)
+    try:
+        assert all(store.put(_placed(keys, 0)))
+        store.forget()
+        (file,) = (path for path in (tmp_path / "shared").rglob("*") if path.is_file())
+        file.chmod(0o600)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        bucket.looks = 0
+        assert store.get(_placed(keys, 0)) == [True, True, False]
+        assert bucket.looks == 2
+        is_damaged = answer == "as it was"
+        assert (store.damaged(), file.exists()) == (int(is_damaged), not is_damaged)
+    finally:
+        store.close()
+
+
 def _refusals(store: TierStore, keys: list[bytes]) -> int:
     """How many verbs say that the process was forked."""
     refusals = 0
