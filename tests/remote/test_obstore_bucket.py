@@ -70,6 +70,7 @@ class Troubled:
 def troubled(monkeypatch: pytest.MonkeyPatch) -> Troubled:
     made = Troubled(monkeypatch)
     assert made.bucket.put("pack", [b"01", b"23456789"])
+    assert [each["path"] for each in next(iter(obstore.list(made.memory)))] == ["a/b/pack"]
     return made
 
 
@@ -178,9 +179,12 @@ def test_a_range_behind_the_end_is_nothing_and_a_failure_is_none(troubled: Troub
     assert troubled.read(start=8) == b"89"
     for start in (10, 12):
         assert troubled.read(start=start) == b""
-    troubled.errors = [GenericError("the connection was reset")] * 3
-    with pytest.raises(TierUnavailable):
-        troubled.read(start=4)
+    troubled.errors = [GenericError("status code: 416 Range Not Satisfiable")]
+    assert troubled.read(start=12) == b""
+    for start, error in ((4, "the connection was reset"), (12, BUSY)):
+        troubled.errors = [GenericError(error)] * 3
+        with pytest.raises(TierUnavailable):
+            troubled.read(start=start)
     troubled.bucket.delete(["pack"])
     assert troubled.read() is None and troubled.read(start=4) is None
 
@@ -220,6 +224,7 @@ def test_a_listing_has_the_packs_and_goes_on_behind_an_error(
     troubled.bucket.put("of/others.txt", [b"0"])
     BucketMarks(troubled.bucket).mark([bytes(NAMESPACE_BYTES)])
     assert len(next(iter(obstore.list(troubled.memory)))) == 10
+    assert [*troubled.bucket.names("of")] == ["others.txt"]
     refusals: list[TierRefused] = []
     whole, listed = obstore.list, 0
 
