@@ -29,12 +29,13 @@ DENIED = "Server returned non-2xx status code: 403 Forbidden: <Code>InvalidAcces
 
 
 class Troubled:
-    """A bucket in memory, whose next requests fail with `errors`, the last first. `pauses`: before
-    requests that were sent again. `made`: how often its client was."""
+    """A bucket in memory, whose next requests fail with `errors`, the last first. `takes`: seconds
+    of a request. `pauses`: before those that were sent again. `made`: how often its client was."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.errors: list[Exception] = []
         self.sent = self.made = 0
+        self.takes = 0.0
         self.pauses: list[float] = []
         self.clock, self.memory = Clock(), MemoryStore()
         self.time = SimpleNamespace(monotonic=self.clock, sleep=self.pauses.append)
@@ -52,6 +53,7 @@ class Troubled:
     def _failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def failing(*args: Any, **more: Any) -> Any:
             self.sent += 1
+            self.clock.now += self.takes
             if self.errors:
                 raise self.errors.pop()
             return call(*args, **more)
@@ -140,7 +142,10 @@ def test_what_is_refused_is_tried_once_more_with_other_credentials(
     with pytest.raises(TierRefused):
         troubled.read()
     assert (troubled.sent, troubled.made) == (2, 3)
-    troubled.clock.now += 1.5
+    troubled.takes = 2.0
+    with pytest.raises(TierRefused):
+        troubled.read()
+    assert (troubled.sent, troubled.made) == (2, 4), "for as long as it takes, not for ever"
 
     def replaced() -> Any:
         raise TierUnusable("its file is not there")
@@ -246,3 +251,20 @@ def test_a_listing_has_the_packs_and_goes_on_behind_an_error(
 
     monkeypatch.setattr(obstore, "list", refused)
     assert not [*troubled.bucket.list(refusals.append)] and len(refusals) == 1
+
+    def gone(*args: Any, **more: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(obstore, "list", gone)
+    with pytest.raises(TierUnavailable, match="the bucket is not there"):
+        next(troubled.bucket.list(refusals.append))
+
+
+def test_a_reason_is_the_servers_status_and_code_or_the_first_line() -> None:
+    for text, said in (
+        (DENIED, "403 Forbidden, InvalidAccessKeyId"),
+        ("Client error (code: AccessDenied) of the server", "AccessDenied"),
+        ("no route to host\nDebug source: ...", "no route to host"),
+    ):
+        assert obstore_bucket.reason(GenericError(text)) == f"GenericError: {said}"
+    assert obstore_bucket.reason(GenericError("")) == "GenericError"
