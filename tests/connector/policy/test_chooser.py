@@ -318,3 +318,50 @@ def test_other_connectors_load_pieces_only_where_each_begins_as_the_one_before_e
     """What one has behind a prefix is not at the beginning of the prompt."""
     chain = Chain(*(foreign(*one) for one in has), following=following)
     assert chain.choose() == expected
+
+
+def test_a_request_is_compared_beside_the_others_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each counts until it begins or has ended, once; some engines announce none."""
+    chain, others = Chain(ours(TOKENS)), list[int]()
+    choose = chain.comparison.choose
+
+    def noted(propose: Any, wish: Any) -> Any:
+        others.append(wish.others)
+        return choose(propose, wish)
+
+    monkeypatch.setattr(chain.comparison, "choose", noted)
+    chooser, state = chain.chooser, chain.state
+
+    def waiting() -> int:
+        chain.choose()
+        return others[-1]
+
+    assert waiting() == 0
+    for arrived in range(4):
+        chooser.arrived()
+        assert waiting() == arrived
+    chooser.gone(None)
+    assert waiting() == 2
+    chooser.decided(state, chain.choose())
+    assert waiting() == 2, "and it itself waits no more"
+    chooser.gone(state)
+    assert waiting() == 2, "it has begun before"
+    for _ in range(3):
+        chooser.gone(None)
+    chooser.arrived()
+    assert waiting() == 1
+
+
+def test_a_change_of_the_chain_leaves_the_tiers_of_its_places_in_its_order() -> None:
+    chain = Chain(ours(512), ours(TOKENS), ours(TOKENS), load="first")
+    assert chain.loaders() == {0: 512}
+    for order, serves in (([2, 1], {2: TOKENS}), ([1], {1: TOKENS}), ([], {})):
+        chain.chooser.follow(chain.children, ["0", "1", "2"], order)
+        assert chain.loaders() == serves
+    chain.chooser.follow([ours(64)(chain.clock)], ["new"], [0])
+    assert chain.loaders() == {0: 64}
+    for load in LOAD_POLICIES:
+        chain.chooser.use_policy(load)
+        assert chain.comparison.shares == (load == "stitched")
