@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,6 +362,8 @@ def test_a_change_of_the_chain_leaves_the_tiers_of_its_places_in_its_order() -> 
         chain.chooser.follow(chain.children, ["0", "1", "2"], order)
         assert chain.loaders() == serves
     chain.chooser.follow([ours(64)(chain.clock)], ["new"], [0])
+    may_load: Any = SimpleNamespace(may_load=lambda name: name == "new", max_load_tokens=None)
+    chain.state.limits = may_load
     assert chain.loaders() == {0: 64}
     for load in LOAD_POLICIES:
         chain.chooser.use_policy(load)
