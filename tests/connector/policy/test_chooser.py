@@ -368,3 +368,12 @@ def test_a_change_of_the_chain_leaves_the_tiers_of_its_places_in_its_order() -> 
     for load in LOAD_POLICIES:
         chain.chooser.use_policy(load)
         assert chain.comparison.shares == (load == "stitched")
+
+
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_a_tier_that_knows_no_version_of_its_answers_is_asked_each_time(load: str) -> None:
+    chain = Chain(ours(512), load=load)
+    chain.children[0].version = lambda state: None
+    for tokens in (512, 64, 256):
+        chain.children[0].tokens = tokens
+        assert chain.loaders() == {0: tokens}
