@@ -19,6 +19,7 @@ from tests.cli.conftest import Ran
 from tests.support.replay_chains import close
 from tests.tuning.known_traffic import loop, mixed, once
 from tiers.cli.recommend import Asked, _budget, _known, _measured, _trace
+from tiers.cli.tune import searched
 from tiers.control.engine_control import Control
 from tiers.control.engine_status import EngineStatus, RunningChain, TierStatus
 from tiers.lab.replay import ReplayEngine, ReplayModel
@@ -26,6 +27,7 @@ from tiers.lab.replay.model import VOCABULARY
 from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.trace import TraceRequest
+from tiers.tuning.search.tune import TuneOptions
 
 Kvtiers = Callable[..., Ran]
 MODEL = ReplayModel(width=64)
@@ -190,8 +192,10 @@ def rng_place(at: int) -> int:
 
 def test_nothing_is_told_of_too_few_requests(kvtiers: Kvtiers, serving: Serving) -> None:
     served = serving(loop(20, 10, 100))
-    ran = kvtiers(*arguments(served))
+    result = served.folder / "result.json"
+    ran = kvtiers(*arguments(served, "--json", result))
     assert (ran.status, ran.err) == (1, "")
+    assert json.loads(result.read_text())["verdict"] == "record longer"
     assert "Record longer: 100 requests in 99 seconds are too few" in ran.out
     assert "Record 300 more, for about 5 minutes" in ran.out
 
@@ -374,7 +378,9 @@ def test_only_what_this_engine_recorded_is_read(
     assert [*found.paths] == ours and "3 files of other engines" in capsys.readouterr().err
 
 
-def test_what_no_search_can_take_is_refused(kvtiers: Kvtiers, tmp_path: Path) -> None:
+def test_what_no_search_can_take_is_refused(
+    kvtiers: Kvtiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without an engine, of a recording that would be long enough."""
     file, recording = tmp_path / "chain.yaml", trace(tmp_path, loop(20, 10, 420))
 
@@ -391,17 +397,30 @@ def test_what_no_search_can_take_is_refused(kvtiers: Kvtiers, tmp_path: Path) ->
     assert "tier redis has no size" in says("{type: redis, url: 'redis://127.0.0.1'}")
     text = file.read_text()
     assert "it is written or read already" in says(cpu, "--output", file)
-    assert "it is written or read already" in says(cpu, "--output", file, "--json", file)
+    assert "it is written or read already" in says(cpu, "--json", file)
     assert file.read_text() != text
     file.unlink()
     ran = kvtiers("recommend", recording, "--chain", file)
     assert ran.status == 2 and "chain.yaml: found no file" in ran.err
     ran = kvtiers("recommend", recording)
     assert ran.status == 2 and "no chain: found no file: name the chain's file" in ran.err
+    monkeypatch.setattr("tiers.control.control_server.runtime_folder", lambda: tmp_path / "none")
+    for words in ([], [recording, "--from", "engine"]):
+        ran = kvtiers("recommend", *words)
+        assert ran.status == 1 and f"no engine listens in {tmp_path / 'none'}" in ran.err
 
 
-def test_no_tier_is_advised_where_none_pays(kvtiers: Kvtiers, tmp_path: Path) -> None:
+def test_no_tier_is_advised_where_none_pays(
+    kvtiers: Kvtiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To load a token takes longer than to compute it."""
+    options: list[TuneOptions] = []
+
+    def noted(*args: Any) -> Any:
+        options.append(args[4])
+        return searched(*args)
+
+    monkeypatch.setattr("tiers.cli.recommend.searched", noted)
     file, budget, new = (tmp_path / name for name in ("chain.yaml", "budget.yaml", "new.yaml"))
     file.write_text("version: 1\nload_when: always\ntiers: [{type: cpu, capacity: 4MiB}]\n")
     machine = "  kv_bytes_per_token: 1024\n  engine_cache: 128KiB\n"
@@ -409,8 +428,9 @@ def test_no_tier_is_advised_where_none_pays(kvtiers: Kvtiers, tmp_path: Path) ->
     recording = trace(tmp_path, loop(8, 10, 420))
     ran = kvtiers(
         *("recommend", recording, "--chain", file, "--budget", budget),
-        *("--output", new, "--chains", 20, "--processes", 1),
+        *("--output", new, "--chains", 20, "--processes", 1, "--minutes", 2),
     )
+    assert options == [TuneOptions(20, 120.0, processes=1, near_present=True)]
     assert ran.status == 0, ran.err
     assert "Simulated on requests 253 to 420, which no choice saw:" in ran.out
     assert ran.out.endswith("No tier pays: run the engine without kvtiers.\n")
