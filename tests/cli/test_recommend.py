@@ -318,6 +318,14 @@ tiers:
         limits = [medium["limit"] for medium in known["media"]]
         assert limits == [of_cpu, 5000 + 16_000 * 15 // 16 // 2, 1 << 20]
     assert {*seen} == {tmp_path}, "the folder is not made yet"
+    for spare, of_cpu in ((1000, 500), (0, 1)):
+        media = _known(file, present, asked(spare=spare), recording)["media"]
+        assert media[0]["limit"] == of_cpu, "it was not opened"
+    budget = tmp_path / "budget.yaml"
+    for limit, of_cpu in (("100KiB", 100 << 10), ("1GiB", 300 + (1 << 19))):
+        budget.write_text(f"media: [{{type: cpu, limit: {limit}}}]\n")
+        given = _budget(budget, known, asked(*tiers, spare=1 << 20))
+        assert [medium.limit for medium in given.media] == [of_cpu]
     assert known["media"][2]["settings"] == {"url": "redis://127.0.0.1", "key_prefix": "ours"}
     assert known["machine"] == {
         "tiers": {
@@ -329,6 +337,10 @@ tiers:
         "prefill_rate": 3.0,
     }
     assert [m["limit"] for m in _known(file, present, None, recording)["media"]] == [1 << 20] * 3
+    recording.paths[0].write_bytes(encode_header(FileHeader(4, 0.0)))
+    old = open_trace(recording.paths[0], False)
+    machine = _known(file, present, asked(*tiers), old)["machine"]
+    assert (machine["kv_bytes_per_token"], machine["engine_cache"]) == (7, 700)
     with pytest.raises(typer.Exit):
         _budget(None, known, asked(*tiers))
     known["media"].pop()
