@@ -361,7 +361,8 @@ def test_a_change_of_the_chain_leaves_the_tiers_of_its_places_in_its_order() -> 
     for order, serves in (([2, 1], {2: TOKENS}), ([1], {1: TOKENS}), ([], {})):
         chain.chooser.follow(chain.children, ["0", "1", "2"], order)
         assert chain.loaders() == serves
-    chain.chooser.follow([ours(64)(chain.clock)], ["new"], [0])
+    other: Any = ours(64)(chain.clock)
+    chain.chooser.follow([other], ["new"], [0])
     may_load: Any = SimpleNamespace(may_load=lambda name: name == "new", max_load_tokens=None)
     chain.state.limits = may_load
     assert chain.loaders() == {0: 64}
