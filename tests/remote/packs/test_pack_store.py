@@ -124,6 +124,26 @@ def test_what_some_packs_fail_of_is_missing_and_where_all_fail_that_is_said(tmp_
         store.close()
 
 
+def test_a_put_of_which_a_part_fails_says_what_is_stored(tmp_path: Path) -> None:
+    keys = [make_key() for _ in range(2)]
+
+    class Half(DirectoryBucket):
+        def put(self, name: str, parts: Sequence[Buffer]) -> bool:
+            if name == pack.name_of(keys[1]):
+                raise TierUnavailable("no answer")
+            return super().put(name, parts)
+
+    (tmp_path / "shared").mkdir(0o700)
+    store = PackStore(Half(tmp_path / "shared"), PAYLOAD, timeout=60, connections=CONNECTIONS)
+    try:
+        assert store.put(Memory(keys, PAYLOAD).fill().blocks) == [True, False]
+        assert store.has(keys) == [True, False]
+        with pytest.raises(TierUnavailable, match="no answer"):
+            store.put(Memory(keys[1:], PAYLOAD).fill().blocks)
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize("verb", ["has", "drop"])
 def test_a_verb_begins_nothing_when_its_time_is_over(tmp_path: Path, verb: str) -> None:
     class Late(Failing):
