@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -45,3 +46,14 @@ def mount_of(path: Path) -> Mount:
             if found and ids.split(" ", 1)[0] == found[1]:
                 return Mount(*source.split(" ")[:3])
     return Mount()
+
+
+def foreign(found: os.stat_result) -> str:
+    """Why a folder is not for this process's user alone to write to, and the remedy; "": it is."""
+    if found.st_uid != os.geteuid():
+        us = f"this process runs as {os.geteuid()}; give the folder to that user, or name another"
+        return f"belongs to user {found.st_uid}, {us}"
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"has mode {mode:04o}, so others can write to it; chmod it to 0700, or name another"
+    return ""

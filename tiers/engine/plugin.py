@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ CONNECTOR = "KVTiersConnector"
 GROUP = "vllm.general_plugins"
 PLUGIN = "kvtiers"
 """Our entry point of the group, by which VLLM_PLUGINS may allow it."""
+BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # by a clock that may be set
 
 
 def transfer_config(chain: Path) -> dict[str, Any]:

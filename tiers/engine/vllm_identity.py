@@ -15,6 +15,7 @@ from tiers.contract.engine_info import ALONE
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.facts import BackgroundFacts, layer_facts
 from tiers.engine.identity.weights import NoIdentity, identity, source
+from tiers.engine.plugin import BOOTED
 from tiers.engine.vllm_watch import this_worker
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ def _hub_folder(load: Any) -> Path | None:
 
 
 def _process_began() -> float:
-    """Return when this process was started, in seconds since the epoch, as files' times."""
+    """Return when this process was started, as files' times; the earlier, if the clock was set."""
     with open("/proc/self/stat") as file:
         # The fields follow the program's name: any text, in parentheses.
         ticks = int(file.read().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
+    booted = min(BOOTED, time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+    return booted + ticks / os.sysconf("SC_CLK_TCK")

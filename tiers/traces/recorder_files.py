@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tiers.concurrency.file_locks import acquire, release, try_lock
 from tiers.errors import RecordingError
+from tiers.paths import foreign
 
 KEY_BYTES = 32
 _KEY = "kvtiers-trace.key"
@@ -81,7 +82,8 @@ class RecordFolder:
             raise RecordingError(
                 f"{self.path} is no folder, or a symbolic link ({error.strerror}); name a folder"
             ) from error
-        self._check()
+        if why := foreign(os.fstat(self._folder)):
+            raise RecordingError(f"{self.path} {why}")
         with self._locked():
             return self._key()
 
@@ -161,19 +163,6 @@ class RecordFolder:
                 self.end()
             raise
         self._size += len(frame)
-
-    def _check(self) -> None:
-        found = os.fstat(self._folder)
-        if found.st_uid != os.geteuid():
-            raise RecordingError(
-                f"{self.path} belongs to user {found.st_uid}, this process runs as "
-                f"{os.geteuid()}; give the folder to that user, or name another"
-            )
-        if found.st_mode & 0o022:
-            raise RecordingError(
-                f"{self.path} has mode {found.st_mode & 0o7777:04o}, so others can write to it; "
-                "chmod it to 0700, or name a folder of the recording's own"
-            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -223,6 +223,23 @@ def test_weights_that_change_while_the_engine_starts_are_nobody_s(model: Path) -
         identity(files, Digests(None).of, since)
 
 
+@pytest.mark.vllm
+@pytest.mark.fault
+@pytest.mark.parametrize("set_by", [3600.0, -3600.0])
+def test_a_clock_that_is_set_while_the_engine_starts_hides_no_change(
+    model: Path, monkeypatch: pytest.MonkeyPatch, set_by: float
+) -> None:
+    from tiers.engine.vllm_identity import _process_began
+
+    config, told = SimpleNamespace(model=str(model), revision=None), time.time
+    files = source(config, SimpleNamespace(load_format="auto"), None, told())
+    began = _process_began()
+    monkeypatch.setattr(time, "time", lambda: told() + set_by)
+    assert _process_began() == pytest.approx(began + min(set_by, 0.0), abs=0.5)
+    with pytest.raises(FileChanged, match="changed after the engine was"):
+        identity(files, Digests(None).of, _process_began())
+
+
 def test_weights_that_change_behind_the_reading_are_nobody_s(model: Path) -> None:
     """What the engine loads of them may be what they are now."""
     config = SimpleNamespace(model=str(model), revision=None)

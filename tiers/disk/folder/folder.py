@@ -37,7 +37,7 @@ from pathlib import Path
 from tiers.concurrency.file_locks import acquire, release
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
-from tiers.paths import mount_of
+from tiers.paths import foreign, mount_of
 
 logger = logging.getLogger(__name__)
 
@@ -156,16 +156,8 @@ class Folder:
             raise TierUnusable(f"{self.path} is a symbolic link; name the folder it points to")
         if not stat.S_ISDIR(found.st_mode):
             raise TierUnusable(f"{self.path} is a file; name a folder, or move the file away")
-        if found.st_uid != os.geteuid():
-            raise TierUnusable(
-                f"{self.path} belongs to user {found.st_uid}, this process runs as "
-                f"{os.geteuid()}; give the folder to that user, or name another"
-            )
-        if found.st_mode & 0o022:
-            raise TierUnusable(
-                f"{self.path} has mode {found.st_mode & 0o7777:04o}, so others can write to it; "
-                "chmod it to 0700, or name a folder of the tier's own"
-            )
+        if why := foreign(found):
+            raise TierUnusable(f"{self.path} {why}")
         for socket in self.path.glob("*.sock"):
             raise TierUnusable(
                 f"{socket} is an engine's, which listens there or was killed; remove it in that "
