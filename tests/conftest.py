@@ -27,6 +27,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 packages.read_once()
 
+# Tests make folders and files, which tiers refuse where others may write to them.
+os.umask(0o022)
+
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
 
 # A busy machine is slow, which says nothing of the code.
