@@ -84,7 +84,8 @@ def test_no_token_differs_while_the_chain_changes(
         refused = [number for number, why in enumerate(outcomes) if why]
         assert refused == [3, 5], outcomes
         assert "salt" in outcomes[3]
-        assert f"rank {ranks.get('tensor_parallel_size', 1) - 1}: capacity 1GiB" in outcomes[5]
+        last = ranks.get("tensor_parallel_size", 1) - 1
+        assert f"rank {last}: tier cpu: capacity 1GiB" in outcomes[5]
     assert run.loaded().keys() == {"cpu", "disk"}
     assert [tier["name"] for tier in run.status["tiers"]] == ["cpu", "disk"]
     assert run.status["chain_version"] == 1 + 6 * len(found["outcomes"])
