@@ -11,7 +11,8 @@ CONNECTOR = "KVTiersConnector"
 GROUP = "vllm.general_plugins"
 PLUGIN = "kvtiers"
 """Our entry point of the group, by which VLLM_PLUGINS may allow it."""
-BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # by a clock that may be set
+BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+"""When the machine was started, by its clock as this process began: somebody may set it since."""
 
 
 def transfer_config(chain: Path) -> dict[str, Any]:

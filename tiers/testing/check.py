@@ -26,6 +26,8 @@ Place = Callable[[str], StoreSpec]
 
 _BATCHES = 4
 _BATCH = 64
+_RAISED = (Exception, SystemExit, CancelledError)
+"""What a plugin's code may raise, which is reported; an interrupt is the user's own."""
 
 
 class Result(NamedTuple):
@@ -77,7 +79,7 @@ def _tried(name: str, place: Place, limit_seconds: float) -> Result:
         return Result(test, "failed", str(error), is_endless=True)
     except AssertionError as error:
         return Result(test, "failed", str(error) or "an answer is wrong")
-    except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001 - the plugin's
+    except _RAISED as error:
         return Result(test, "failed", _where(error))
     return Result(test, "passed")
 
@@ -98,7 +100,7 @@ def bench(spec: StoreSpec) -> list[str]:
             stored = _rate(batches, lambda memory: store.put(memory.readonly()))
             loaded = _rate(batches[-1:], lambda memory: store.get(memory.blocks))
             seconds, _ = timed(partial(store.has, [make_key() for _ in range(LOOKED_UP)]))
-    except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001 - the plugin's
+    except _RAISED as error:
         return [f"no figures: {_where(error)}"]
     return [
         f"of blocks of {size >> 10} KiB, {_BATCH} in a call; a copy in memory: {copied:.2f} GB/s",

@@ -24,6 +24,7 @@ import xxhash
 
 from tiers.concurrency.file_locks import acquire, release
 from tiers.errors import KVTiersError
+from tiers.paths import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +122,10 @@ def _own_folder(folder: Path) -> Path | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise OSError("it is no folder of this user's")
-        if status.st_mode & 0o022:
-            raise OSError("others can write to it")
+        if not stat.S_ISDIR(status.st_mode):
+            raise OSError("it is no folder")
+        if why := foreign(status):
+            raise OSError(f"it {why}")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError("it can't be written to")
     except OSError as error:
