@@ -15,8 +15,9 @@ from spec.offloading import StoreContext, StoreSpec
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
 from tiers.contract.engine_info import EngineInfo
 from tiers.disk.slab import slot_bytes
+from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.replay_trace import replay
-from tiers.lab.replay.scaling import CannotReplay, Scale, scaled
+from tiers.lab.replay.scaling import NO_DEADLINE, CannotReplay, Scale, linked, scaled
 from tiers.lab.replay.timed_worker import WrongBytes
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
@@ -157,6 +158,20 @@ class FixedSpec(StoreSpec):
 class MovableSpec(FixedSpec):
     def scratch(self, folder: Path) -> Self:
         return self.model_copy(update={"path": folder})
+
+
+def test_a_tier_keeps_the_settings_that_no_link_has(tmp_path: Path) -> None:
+    """Among them a deadline that no machine is too slow for: the trace's time stands meanwhile."""
+    asked = {"store_threshold": 2, "paused": "writes", "loads_at_once": 3, "load_rate": "1MB/s"}
+    tiers = chain(given(**asked))
+    engine = EngineInfo({"model": "replay"}, SIZE, SIZE, 150, step_tokens=256)
+    scale = Scale(BLOCK_BYTES, 8 * SIZE)
+    with ExitStack() as stack:
+        small = scaled(tiers, machine(), engine, scale, tmp_path, stack)
+    (tier,) = linked(small, machine(), scale, Clock())[0].tiers
+    assert isinstance(tier, StoreSpec)
+    assert (tier.store_threshold, tier.paused, tier.loads_at_once) == (2, "writes", 3)
+    assert (tier.deadline, tier.load_rate) == (NO_DEADLINE, None)
 
 
 @pytest.mark.fault

@@ -130,7 +130,8 @@ class LinkedStore(StoreWrapper):
         return hits
 
 
-_OF_ADMISSION = ("store_threshold", "max_inflight", "write_budget", "encryption", "loads_at_once")
+_OF_PLACE = {"type", "name", "load_rate", "store_rate", "store_process"}
+"""Settings that a tier behind a link has of its own."""
 
 
 class LinkedSpec(StoreSpec):
@@ -142,22 +143,23 @@ class LinkedSpec(StoreSpec):
     @classmethod
     def over(cls, inner: StoreSpec, link: Link) -> LinkedSpec:
         """Put a tier behind a link, which keeps its rates."""
-        admission = {name: getattr(inner, name) for name in _OF_ADMISSION}
-        kind: type[LinkedSpec] = type(
-            cls.__name__,
-            (cls,),
-            {
-                "verifies": inner.verifies and opens_ours(inner),
-                "is_prompt": inner.is_prompt,
-                "hit_source": inner.hit_source,
-                "__annotations__": {},
-                "__module__": cls.__module__,
-            },
-        )
+        settings = {key: getattr(inner, key) for key in StoreSpec.model_fields.keys() - _OF_PLACE}
         # Rates are numbers by now, which the YAML's fields would refuse.
-        spec = kind(type=inner.type, name=inner.tier_name, inner=inner).model_copy(update=admission)
+        spec = cls(type=inner.type, name=inner.tier_name, inner=inner).model_copy(update=settings)
         spec._link = link
         return spec
+
+    @property
+    def verifies(self) -> bool:  # type: ignore[override]
+        return self.inner.verifies and opens_ours(self.inner)
+
+    @property
+    def is_prompt(self) -> bool:  # type: ignore[override]
+        return self.inner.is_prompt
+
+    @property
+    def hit_source(self) -> str:  # type: ignore[override]
+        return self.inner.hit_source
 
     @property
     def host_local(self) -> bool | None:
