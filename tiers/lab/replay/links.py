@@ -27,8 +27,7 @@ class Direction:
     Thread-safe. `busy`: seconds of the trace in which it moved bytes.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.busy = 0.0
         self._free_at = 0.0
         # Without it two threads could take the same time of the link.
@@ -40,12 +39,6 @@ class Direction:
         with self._lock:
             moment = self._free_at = max(since, self._free_at) + seconds
             self.busy += seconds
-        return moment
-
-    def move(self, seconds: float, since: float) -> float:
-        """As `passes`; returns at that moment."""
-        moment = self.passes(seconds, since)
-        self.clock.sleep_until(moment)
         return moment
 
 
@@ -64,11 +57,11 @@ class Link:
         self.block_bytes = block_bytes * profile.stored_share
         self._load_seconds = self.block_bytes / profile.load_bandwidth
         self._store_seconds = self.block_bytes / profile.store_bandwidth
-        self.loads = Direction(clock)
-        self.stores = self.loads if profile.shared_link else Direction(clock)
+        self.loads = Direction()
+        self.stores = self.loads if profile.shared_link else Direction()
         self.clock = clock
         self._profile = profile
-        self._limits = Direction(clock), Direction(clock)
+        self._limits = Direction(), Direction()
         self._load_rate, self._store_rate = load_rate, store_rate
 
     def load(self, blocks: int, since: float) -> None:
@@ -80,7 +73,8 @@ class Link:
         since += latency
         self.clock.sleep_until(since)
         for turn in self._turns(blocks):
-            since = self.loads.move(turn * self._load_seconds, since)
+            since = self.loads.passes(turn * self._load_seconds, since)
+            self.clock.sleep_until(since)
 
     def store(self, blocks: int, since: float) -> None:
         """Return when a store of `blocks` is over. Where loads share the link, they have turns
@@ -88,7 +82,8 @@ class Link:
         size, latency = self.block_bytes, self._profile.store_latency
         since = self._wait_for(self._limits[1], self._store_rate, blocks * size, since)
         for turn in self._turns(blocks) if self._profile.shared_link else [blocks]:
-            since = self.stores.move(latency + turn * self._store_seconds, since)
+            since = self.stores.passes(latency + turn * self._store_seconds, since)
+            self.clock.sleep_until(since)
             latency = 0.0
 
     def stored_at(self, blocks: int, since: float) -> float:
