@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from spec.fields import format_size
@@ -15,7 +14,6 @@ moves the median by 5 to 12% below it, and by some hundred percent near 1."""
 TRUSTED_ROOM_WAIT = 0.25
 """The same of the time in which the next prompt waits for room in the engine's memory: beyond it a
 rate that is 5% wrong moves the median by up to 20%, however idle GPUs and links are."""
-STRETCHES = 16
 SHORT_LIFE = 1.0
 """Years below which a device's life is warned of."""
 DAY = 86400.0
@@ -24,10 +22,12 @@ MONTH = YEAR / 12
 
 
 class Served(NamedTuple):
-    """A prompt that was served: seconds from its arrival to its end, and tokens of it."""
+    """A prompt that was served: seconds from its arrival to its end, its tokens, and those of them
+    that the engine's own cache had, and that tiers loaded."""
 
     wait: float
-    computed: int
+    tokens: int
+    own: int
     loaded: int
 
 
@@ -50,6 +50,31 @@ class RoomWait:
     def until(self, now: float) -> float:
         """All of them by now."""
         return self._sum + (0.0 if self._since is None else now - self._since)
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Counts of a tier so far, in tokens, blocks and seconds."""
+
+    hit_tokens: int = 0
+    """Loaded, and in time."""
+    loaded: int = 0
+    dropped: int = 0
+    """Admitted, and without a slot so far."""
+    stored: int = 0
+    load_busy: float = 0.0
+    store_busy: float = 0.0
+    held: float | None = None
+    """Blocks that it holds; None: it was full once, or it is not known."""
+
+
+class Mark(NamedTuple):
+    """Counts of a moment: seconds, of all GPUs together, and those of each tier."""
+
+    now: float
+    gpu_busy: float
+    room_wait: float
+    tiers: Sequence[TierCounts]
 
 
 class Stretch(NamedTuple):
@@ -194,22 +219,6 @@ class Report:
             "price_per_month": self.price_per_month,
             "cost_per_million_saved_tokens": self.cost_per_million_saved_tokens,
         }
-
-
-def stretches(served: Sequence[Served]) -> tuple[Stretch, ...]:
-    """Equal parts of the prompts that were served, in their order."""
-    cuts = [len(served) * number // STRETCHES for number in range(STRETCHES + 1)]
-    found = []
-    for part in (served[start:end] for start, end in pairwise(cuts) if end > start):
-        waits = sorted(prompt.wait for prompt in part)
-        computed, loaded = sum(p.computed for p in part), sum(p.loaded for p in part)
-        found.append(Stretch(sum(waits) / len(waits), quantile(waits, 0.99), computed, loaded))
-    return tuple(found)
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The value that so large a part of the sorted values is at or below; 0 if there is none."""
-    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0
 
 
 _COLUMNS = ("tier", "loads", "stores", "written", "SSD life", "dropped", "hit tokens", "of all")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec, OffloadingSpec
+from spec.offloading import HostSpec
 from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
@@ -17,14 +17,14 @@ from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import copier_over
 from tiers.lab.replay.requests import TracedRequest
 from tiers.lab.replay.scaling import CannotReplay, Scale, linked, scaled
-from tiers.lab.replay.timed_engine import Mark, TimedEngine
+from tiers.lab.replay.timed_engine import TimedEngine
 from tiers.lab.replay.timed_worker import TimedWorker, TraceModel
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.machine import Machine, size_of
-from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
+from tiers.tuning.machine import Machine
+from tiers.tuning.report import Report
+from tiers.tuning.simulation import SimChain
+from tiers.tuning.simulation.simulate import report_on
 
-DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_budget")
-"""Counters of blocks that a tier missed and its rules admitted."""
 WORD = 8
 
 
@@ -55,8 +55,8 @@ def replay(
             TracedRequest(number, request, block_tokens, counts=number >= warmed)
             for number, request in enumerate(trace)
         )
-        start = engine.serve(traced, warmed, progress)
-        return _report(engine, chain, (start, engine.mark()))
+        marks = engine.serve(traced, warmed, progress)
+        return report_on(engine.served, marks, SimChain.of(chain).tiers, machine, block_tokens)
 
 
 @contextmanager
@@ -107,55 +107,3 @@ def _paged_blocks(
             f"{longest}: give the machine more engine_cache"
         )
     return blocks
-
-
-def _report(engine: TimedEngine, chain: ChainSpec, marks: tuple[Mark, Mark]) -> Report:
-    """The engine's outcome, and the use of its tiers between two marks."""
-    machine, outcome = engine.machine, engine.outcome
-    seconds = max(marks[1].now - marks[0].now, 1e-9)
-    waits = sorted(served.wait for served in outcome.served)
-    return Report(
-        requests=len(waits),
-        seconds=seconds,
-        gpu_load=outcome.busy / seconds / machine.gpus,
-        tiers=tuple(_use(engine, tier, marks, seconds) for tier in chain.tiers),
-        prompt_tokens=outcome.prompt_tokens,
-        engine_hit_tokens=outcome.local_tokens,
-        computed_tokens=outcome.computed_tokens,
-        ttft_mean=sum(waits) / len(waits) if waits else 0.0,
-        ttft_p50=quantile(waits, 0.5),
-        ttft_p99=quantile(waits, 0.99),
-        prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
-        stretches=stretches(outcome.served),
-        room_wait=(marks[1].room_wait - marks[0].room_wait) / seconds,
-    )
-
-
-def _use(
-    engine: TimedEngine, tier: OffloadingSpec, marks: tuple[Mark, Mark], seconds: float
-) -> TierUse:
-    name, machine = tier.tier_name, engine.machine
-    profile = machine.profile(name, tier.type)
-    size = engine.model.block_tokens * machine.kv_bytes_per_token * profile.stored_share
-
-    def grown(counter: str) -> int:
-        counts = [mark.stats.get(name, {}).get(counter, 0.0) for mark in marks]
-        start, end = (count if isinstance(count, int | float) else 0.0 for count in counts)
-        return int(end - start)
-
-    stored, dropped = grown("stored_blocks"), sum(map(grown, DROPPED))
-    loads, stores = (marks[1].links[name][i] - marks[0].links[name][i] for i in (0, 1))
-    a_day = stored * size / seconds * DAY
-    return TierUse(
-        name=name,
-        hit_tokens=engine.outcome.tier_tokens[name],
-        load_busy=loads / seconds,
-        store_busy=stores / seconds,
-        loaded_bytes=int(grown("loaded_blocks") * size),
-        stored_bytes=int(stored * size),
-        written_bytes_per_day=a_day,
-        offered_blocks=stored + dropped,
-        dropped_blocks=dropped,
-        life_years=profile.life_years(a_day, getattr(tier, "write_budget", None)),
-        price_per_month=profile.price(size_of(tier)),
-    )

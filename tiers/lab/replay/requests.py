@@ -96,7 +96,7 @@ class TracedRequest(ReplayRequest):
 
     `arrival`: seconds since the trace began. `answer_ids`: blocks of the answer, where they were
     recorded; not in `ids` until `answer`. `counts`: the report counts it. `loaded_by`: tokens of
-    each tier; `lost`: those of `loaded_tokens` that did not arrive.
+    each tier.
     """
 
     answers_at_once = True
@@ -109,7 +109,6 @@ class TracedRequest(ReplayRequest):
         self.block_hashes = _hashes(self.ids)
         self.counts = counts
         self.loaded_by: dict[str, int] = {}
-        self.lost = 0
         self._prompt_tokens = self._num_tokens = max(1, request.input_length)
 
     @property
@@ -121,18 +120,13 @@ class TracedRequest(ReplayRequest):
     def num_prompt_tokens(self) -> int:
         return self._prompt_tokens
 
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that GPUs compute."""
-        return self.num_tokens - self.local_tokens - self.loaded_tokens + self.lost
-
     def contents(self, start: int, stop: int) -> list[int]:
         """The ids of the blocks that the tokens from `start` to `stop` complete."""
         return self.ids[start // self.block_tokens : stop // self.block_tokens]
 
     def end_load(self) -> None:
         """Take the tokens that did not arrive from the tiers: the last of the load."""
-        lost = self.lost = self.local_tokens + self.loaded_tokens - self.num_computed_tokens
+        lost = self.local_tokens + self.loaded_tokens - self.num_computed_tokens
         for tier in reversed(list(self.loaded_by)):
             taken = min(lost, self.loaded_by[tier])
             self.loaded_by[tier] -= taken

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.stats import Measures
 from tiers.lab.replay.blocks import BlockPool
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.engine import ReplayEngine
@@ -21,41 +19,12 @@ from tiers.lab.replay.scaling import CannotReplay
 from tiers.lab.replay.scheduler import Match, ReplayScheduler
 from tiers.lab.replay.timed_worker import TURN, TimedWorker, TraceModel
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import RoomWait, Served
+from tiers.tuning.report import Mark, RoomWait, Served, TierCounts
 
 LOOK_SECONDS = 5.0
 """Of the machine: how long the counted time stands for a look-up at most."""
-
-
-@dataclass
-class Outcome:
-    """Results of the requests that count. Tokens by their source; `served`: in the order in which
-    prompts ended; `busy`: seconds of all GPUs together."""
-
-    prompt_tokens: int = 0
-    local_tokens: int = 0
-    computed_tokens: int = 0
-    tier_tokens: Counter[str] = field(default_factory=Counter)
-    served: list[Served] = field(default_factory=list)
-    busy: float = 0.0
-
-    def count(self, request: TracedRequest, moment: float) -> None:
-        """The prompt of a request that counts has ended."""
-        self.prompt_tokens += request.num_tokens
-        self.local_tokens += request.local_tokens
-        self.computed_tokens += request.computed_tokens
-        self.tier_tokens.update(request.loaded_by)
-        loaded = sum(request.loaded_by.values())
-        self.served.append(Served(moment - request.arrival, request.computed_tokens, loaded))
-
-
-class Mark(NamedTuple):
-    """Counts at a moment. `links`: seconds of loads and of stores by tier. `stats`: the chain's."""
-
-    now: float
-    room_wait: float
-    links: Mapping[str, tuple[float, float]]
-    stats: Mapping[str, Measures]
+DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_budget")
+"""Counters of blocks that a tier missed and its rules admitted."""
 
 
 class GpuStep(NamedTuple):
@@ -93,7 +62,7 @@ class TimedScheduler(ReplayScheduler):
         now = self._engine.clock.now()
         if matched is Match.BEGINS:
             self._engine.room_wait.began(now)
-            request.lost, request.loaded_by = 0, {}
+            request.loaded_by = {}
         elif matched is Match.NO_ROOM:
             self._engine.room_wait.refused(now)
         if request.status is Status.LOADING:
@@ -124,7 +93,11 @@ class TimedEngine(ReplayEngine):
         links: Mapping[str, Link],
     ) -> None:
         self.model = model
-        self.outcome = Outcome()
+        self.served: list[Served] = []
+        """The requests that count, in the order in which their prompts ended."""
+        self._hit_tokens: Counter[str] = Counter()
+        """Tokens of those that each tier loaded."""
+        self._gpu_busy = 0.0
         self.room_wait = RoomWait()
         self.machine, self.clock = machine, clock
         self._states, self._worker, self._links = states, worker, links
@@ -137,25 +110,38 @@ class TimedEngine(ReplayEngine):
 
     def serve(
         self, requests: Iterable[TracedRequest], warm: int, progress: Callable[[int], None]
-    ) -> Mark:
-        """Serve them all; returns the counts when the first came that is no longer `warm`."""
-        mark = self.mark()
+    ) -> tuple[Mark, Mark]:
+        """Serve them all; counts of when the first came that is no longer `warm`, and of the
+        end."""
+        mark = self._mark()
         for number, request in enumerate(requests):
             self._pass_until(request.arrival)
             if number == warm:
-                mark = self.mark()
+                mark = self._mark()
             self.scheduler.add(request)
             progress(number)
         self._pass_until(None)
-        return mark
+        return mark, self._mark()
 
-    def mark(self) -> Mark:
-        """Counts by now."""
+    def _mark(self) -> Mark:
         self.take_stats()
-        busy = {name: (link.loads.busy, link.stores.busy) for name, link in self._links.items()}
-        stats = {tier: dict(measures) for tier, measures in self.stats.data.items()}
         now = self.clock.now()
-        return Mark(now, self.room_wait.until(now), busy, stats)
+        tiers = [self._counts(name, link) for name, link in self._links.items()]
+        return Mark(now, self._gpu_busy, self.room_wait.until(now), tiers)
+
+    def _counts(self, tier: str, link: Link) -> TierCounts:
+        def of(*counters: str) -> int:
+            found = [self.stats.data.get(tier, {}).get(counter, 0) for counter in counters]
+            return int(sum(count for count in found if isinstance(count, int | float)))
+
+        return TierCounts(
+            hit_tokens=self._hit_tokens[tier],
+            loaded=of("loaded_blocks"),
+            dropped=of(*DROPPED),
+            stored=of("stored_blocks"),
+            load_busy=link.loads.busy,
+            store_busy=link.stores.busy,
+        )
 
     def _pass_until(self, arrival: float | None) -> None:
         """Let time pass until then; None: until no request is left."""
@@ -195,7 +181,7 @@ class TimedEngine(ReplayEngine):
         tokens = sum(step.num_scheduled_tokens.values())
         seconds = tokens / self.machine.prefill_rate + self.machine.step_overhead
         if self._request(step.work[0].request_id).counts:
-            self.outcome.busy += seconds
+            self._gpu_busy += seconds
         self._gpu_steps.append(GpuStep(step, now, now + seconds))
 
     def end(self, step: Step) -> None:
@@ -219,7 +205,10 @@ class TimedEngine(ReplayEngine):
                 seconds = request.max_tokens * self.machine.decode_seconds_per_token
                 self._answers.append((ends + seconds, request))
                 if request.counts:
-                    self.outcome.count(request, ends)
+                    self._hit_tokens.update(request.loaded_by)
+                    own, loaded = request.local_tokens, sum(request.loaded_by.values())
+                    waited = ends - request.arrival
+                    self.served.append(Served(waited, request.num_tokens, own, loaded))
         return True
 
     def _end_answers(self, now: float) -> bool:

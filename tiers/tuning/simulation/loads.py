@@ -235,7 +235,7 @@ class Loads:
         prompt.loads = plan.tokens // self._size
         for place, count in plan.pieces:
             came = min(count, arrived[place])
-            tiers[place].counts.hits += came
+            tiers[place].counts.hit_tokens += came * self._size
             known += came
             arrived[place] -= count
             if arrived[place] < 0:

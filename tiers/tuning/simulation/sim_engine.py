@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import RoomWait, Served
+from tiers.tuning.report import Mark, RoomWait, Served
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.sim_chain import SimChain
-from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts
+from tiers.tuning.simulation.simulated_tier import SimulatedTier
 from tiers.tuning.simulation.spaces import Job, Part
 from tiers.tuning.simulation.workload import Prompt, Workload
 
@@ -206,10 +205,7 @@ Step = tuple[Batch, list[tuple[SimulatedTier, Job]], int, float]
 
 class SimEngine:
     """Serves a workload: continuous batching of prompts, a prefix cache, loads beside the steps.
-
-    All before request number `warm` only warms: `counts_before`, `gpu_busy_before`,
-    `room_wait_before` and `since` are of the moment when it comes.
-    """
+    All before request number `warm` only warms."""
 
     def __init__(
         self,
@@ -220,14 +216,10 @@ class SimEngine:
         warm: int = 0,
     ) -> None:
         self.workload, self.tiers, self.machine, self.warm = workload, tiers, machine, warm
-        self.now = self.since = self.gpu_busy = 0.0
-        self.own_hits = 0
-        """Tokens that the counted requests found in the engine's own cache."""
+        self.now = self._gpu_busy = 0.0
         self.served: list[Served] = []
         """The counted requests, in the order in which their prompts ended."""
-        self.room_wait = RoomWait()
-        self.gpu_busy_before = self.room_wait_before = 0.0
-        self.counts_before = [TierCounts() for _ in tiers]
+        self._room_wait = RoomWait()
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
         self._chain = chain
@@ -249,17 +241,17 @@ class SimEngine:
 
     # -- the clock ---------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self) -> tuple[Mark, Mark]:
+        """Serve it; counts of when the first request came that counts, and of the end."""
+        mark = self._mark()
         workload, events, waiting = self.workload, self._events, self._waiting
         lists = workload.times, workload.tokens, workload.answers, workload.prompts
         for number, (arrival, tokens, answer, prompt) in enumerate(zip(*lists, strict=True)):
             while events and events[0][0] <= arrival:
                 self._next_event()
-            if number == self.warm:
-                self.since, self.gpu_busy_before = arrival, self.gpu_busy
-                self.room_wait_before = self.room_wait.until(arrival)
-                self.counts_before = [replace(tier.counts) for tier in self.tiers]
             self.now = arrival
+            if number == self.warm:
+                mark = self._mark()
             waiting.append(Prompt(number, arrival, tokens, answer, *prompt))
             self._loads.waiting += 1
             if self._idle:
@@ -267,6 +259,12 @@ class SimEngine:
         while events:
             self._next_event()
         assert not (waiting or self._back or self._going_on), "all requests are served"
+        self._loads.drain(self.now)
+        return mark, self._mark()
+
+    def _mark(self) -> Mark:
+        wait, counts = self._room_wait.until(self.now), [tier.counted() for tier in self.tiers]
+        return Mark(self.now, self._gpu_busy, wait, counts)
 
     def _push(self, time: float, act: Callable[[Any], None], what: Any) -> None:
         heappush(self._events, (time, next(self._order), act, what))
@@ -286,7 +284,7 @@ class SimEngine:
             if not batch:
                 return
             seconds = tokens * self._token_seconds + self.machine.step_overhead
-            self.gpu_busy += seconds
+            self._gpu_busy += seconds
             self._idle -= 1
             if not self._idle:
                 self._idle_since = math.inf
@@ -368,8 +366,8 @@ class SimEngine:
                 self._going_on.append(prompt)
                 continue
             if prompt.number >= self.warm:
-                computed = prompt.tokens - prompt.own - prompt.loaded
-                self.served.append(Served(now - prompt.arrival, computed, prompt.loaded))
+                waited = now - prompt.arrival
+                self.served.append(Served(waited, prompt.tokens, prompt.own, prompt.loaded))
             answering = prompt.answer * self.machine.decode_seconds_per_token
             if answering:
                 prompt.is_answering = True
@@ -417,14 +415,12 @@ class SimEngine:
         if not self._cache.reserve(prompt, known):
             if known < prompt.blocks:
                 loads.drain(now)
-            self.room_wait.refused(now)
+            self._room_wait.refused(now)
             return Beginning.NO_ROOM
         if verdict is None:
             verdict = loads.nothing(prompt.blocks - known)
         prompt.has_begun = True
-        self.room_wait.began(now)
-        if prompt.number >= self.warm:
-            self.own_hits += prompt.own
+        self._room_wait.began(now)
         known, ends = loads.begin(prompt, known, verdict, now)
         prompt.loaded = known * self._size - prompt.own
         if verdict.plan is not None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from spec.chain import ChainSpec
 from spec.errors import SpecError
 from spec.offloading import INFLIGHT_SHARE, STAGING, STAGING_STEPS
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
+from tiers.tuning.report import DAY, Mark, Report, Served, Stretch, TierCounts, TierUse
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.sim_engine import SimEngine
-from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts
+from tiers.tuning.simulation.simulated_tier import SimulatedTier
 from tiers.tuning.simulation.spaces import SPACES, LruSpace, TimedSpace
 from tiers.tuning.simulation.workload import Workload
+
+STRETCHES = 16
 
 
 def simulate(
@@ -38,8 +41,8 @@ def simulate(
         chain = SimChain.of(chain)
     tiers = _tiers(chain, machine, requests)
     engine = SimEngine(requests, tiers, chain, machine, int(len(requests) * warm))
-    engine.run()
-    return _report(engine)
+    marks = engine.run()
+    return report_on(engine.served, marks, chain.tiers, machine, requests.block_tokens)
 
 
 def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[SimulatedTier]:
@@ -81,57 +84,83 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
     return SPACES[tier.eviction](blocks, runs)
 
 
-def _report(engine: SimEngine) -> Report:
-    machine, size = engine.machine, engine.workload.block_tokens
-    seconds = max(engine.now - engine.since, 1e-9)
-    uses = []
-    for tier, before in zip(engine.tiers, engine.counts_before, strict=True):
-        tier.drain(engine.now)
-        uses.append(_use(tier, before, engine, seconds))
-    prompts = engine.workload.tokens[engine.warm :]
-    tier_hits = sum(use.hit_tokens for use in uses)
-    waits = sorted(served.wait for served in engine.served)
-    # A cache of 0 bytes is that of an engine without a prefix cache, which always has room here.
-    block_bytes = machine.kv_bytes_per_token * size
-    engine_blocks = machine.engine_cache // block_bytes if machine.engine_cache else math.inf
+def report_on(
+    served: Sequence[Served],
+    marks: tuple[Mark, Mark],
+    tiers: Sequence[SimTier],
+    machine: Machine,
+    block_tokens: int,
+) -> Report:
+    """Of what came between two marks. `served`: in the order in which prompts ended."""
+    start, end = marks
+    seconds = max(end.now - start.now, 1e-9)
+    counts = zip(tiers, start.tiers, end.tiers, strict=True)
+    block_bytes = machine.kv_bytes_per_token * block_tokens
+    uses = tuple(_use(*one, seconds, machine, block_bytes) for one in counts)
+    waits = sorted(prompt.wait for prompt in served)
+    tokens, own = sum(prompt.tokens for prompt in served), sum(prompt.own for prompt in served)
+    loaded = sum(use.hit_tokens for use in uses)
+    # A cache of 0 bytes is that of an engine without a prefix cache, which always has room.
+    room = machine.engine_cache // block_bytes if machine.engine_cache else math.inf
     return Report(
         requests=len(waits),
         seconds=seconds,
-        gpu_load=(engine.gpu_busy - engine.gpu_busy_before) / seconds / machine.gpus,
-        tiers=tuple(uses),
-        prompt_tokens=sum(prompts),
-        engine_hit_tokens=engine.own_hits,
-        computed_tokens=sum(prompts) - engine.own_hits - tier_hits,
+        gpu_load=(end.gpu_busy - start.gpu_busy) / seconds / machine.gpus,
+        tiers=uses,
+        prompt_tokens=tokens,
+        engine_hit_tokens=own,
+        computed_tokens=tokens - own - loaded,
         ttft_mean=sum(waits) / len(waits) if waits else 0.0,
-        ttft_p50=quantile(waits, 0.5),
-        ttft_p99=quantile(waits, 0.99),
-        prefill_seconds_saved=tier_hits / machine.prefill_rate,
-        stretches=stretches(engine.served),
-        room_wait=(engine.room_wait.until(engine.now) - engine.room_wait_before) / seconds,
-        too_long=sum(-(-tokens // size) > engine_blocks for tokens in prompts),
+        ttft_p50=_quantile(waits, 0.5),
+        ttft_p99=_quantile(waits, 0.99),
+        prefill_seconds_saved=loaded / machine.prefill_rate,
+        stretches=_stretches(served),
+        room_wait=(end.room_wait - start.room_wait) / seconds,
+        too_long=sum(-(-prompt.tokens // block_tokens) > room for prompt in served),
     )
 
 
-def _use(tier: SimulatedTier, before: TierCounts, engine: SimEngine, seconds: float) -> TierUse:
-    """The use of a tier since `before`."""
-    spec, profile, counts, size = tier.spec, tier.profile, tier.counts, engine.workload.block_tokens
-    stored = counts.stored - before.stored
-    dropped = max(0, counts.dropped - before.dropped)
-    block_bytes = size * engine.machine.kv_bytes_per_token * profile.stored_share
-    a_day = stored * block_bytes / seconds * DAY
-    held = tier.space.used + tier.space.claimed
-    was_full = spec.ttl is not None or held >= tier.space.capacity
+def _use(
+    tier: SimTier,
+    before: TierCounts,
+    after: TierCounts,
+    seconds: float,
+    machine: Machine,
+    block_bytes: int,
+) -> TierUse:
+    profile = machine.profile(tier.name, tier.type)
+    size = block_bytes * profile.stored_share
+    stored = after.stored - before.stored
+    dropped = max(0, after.dropped - before.dropped)
+    a_day = stored * size / seconds * DAY
     return TierUse(
-        name=spec.name,
-        hit_tokens=(counts.hits - before.hits) * size,
-        load_busy=(counts.load_busy - before.load_busy) / seconds,
-        store_busy=(counts.store_busy - before.store_busy) / seconds,
-        loaded_bytes=int((counts.loaded - before.loaded) * block_bytes),
-        stored_bytes=int(stored * block_bytes),
+        name=tier.name,
+        hit_tokens=after.hit_tokens - before.hit_tokens,
+        load_busy=(after.load_busy - before.load_busy) / seconds,
+        store_busy=(after.store_busy - before.store_busy) / seconds,
+        loaded_bytes=int((after.loaded - before.loaded) * size),
+        stored_bytes=int(stored * size),
         written_bytes_per_day=a_day,
         offered_blocks=stored + dropped,
         dropped_blocks=dropped,
-        life_years=profile.life_years(a_day, spec.write_budget),
-        price_per_month=profile.price(spec.capacity),
-        held_bytes=None if was_full else math.ceil(held * block_bytes),
+        life_years=profile.life_years(a_day, tier.write_budget),
+        price_per_month=profile.price(tier.capacity),
+        held_bytes=None if after.held is None else math.ceil(after.held * size),
     )
+
+
+def _stretches(served: Sequence[Served]) -> tuple[Stretch, ...]:
+    """Equal parts of the prompts that were served, in their order."""
+    cuts = [len(served) * number // STRETCHES for number in range(STRETCHES + 1)]
+    found = []
+    for part in (served[start:end] for start, end in pairwise(cuts) if end > start):
+        waits = sorted(prompt.wait for prompt in part)
+        loaded = sum(prompt.loaded for prompt in part)
+        computed = sum(prompt.tokens - prompt.own for prompt in part) - loaded
+        found.append(Stretch(sum(waits) / len(waits), _quantile(waits, 0.99), computed, loaded))
+    return tuple(found)
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    """The value that so large a part of the sorted values is at or below; 0 if there is none."""
+    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0

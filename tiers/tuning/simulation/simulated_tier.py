@@ -5,28 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from spec.offloading import BUDGET_BURST, QUEUE_SECONDS
 from tiers.loading.load_cost import LoadCost
 from tiers.tuning.machine import TierProfile
+from tiers.tuning.report import TierCounts
 from tiers.tuning.simulation.sim_chain import SimTier
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, split
 from tiers.tuning.simulation.workload import Offer, Prompt, Workload
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Counts of a tier so far, in blocks and seconds."""
-
-    hits: int = 0
-    """Loaded, and in time."""
-    loaded: int = 0
-    dropped: int = 0
-    """Admitted, and without a slot so far."""
-    stored: int = 0
-    load_busy: float = 0.0
-    store_busy: float = 0.0
 
 
 class SimulatedTier:
@@ -90,6 +77,12 @@ class SimulatedTier:
         """Numbers of the prompts that the budget did not admit whole."""
         self._budget_left = (self._budget or 0.0) * BUDGET_BURST
         self._budget_since = 0.0
+
+    def counted(self) -> TierCounts:
+        """A copy of its counts by now."""
+        held = self.space.used + self.space.claimed
+        was_full = self.spec.ttl is not None or held >= self.space.capacity
+        return replace(self.counts, held=None if was_full else held)
 
     # -- loads -------------------------------------------------------------------------------
 
