@@ -35,10 +35,10 @@ class OwnCache:
     known part of a run is a count. Runs of running prompts are pinned: only the others have an
     order.
 
-    `capacity`: blocks; 0 for an engine without a prefix cache, which always has room.
+    `capacity`: blocks; infinite for an engine without a prefix cache, which always has room.
     """
 
-    def __init__(self, capacity: int, workload: Workload) -> None:
+    def __init__(self, capacity: float, workload: Workload) -> None:
         self._capacity = capacity
         self._lengths = workload.lengths
         self._size = workload.block_tokens
@@ -80,8 +80,6 @@ class OwnCache:
 
     def reserve(self, prompt: Prompt, known: int) -> bool:
         """Take blocks for the part of a prompt that is not in place; False: too few are free."""
-        if not self._capacity:
-            return True
         needed = -(-prompt.tokens // self._size) - known
         more = needed + self._idle_of(prompt.path)
         if self._taken and self._taken + more > self._capacity:
@@ -107,7 +105,7 @@ class OwnCache:
     def know(self, prompt: Prompt, parts: Iterable[Part], fresh: int) -> None:
         """These blocks of a prompt, of which it took `fresh`, are computed or loaded, as all before
         them: others find them in place."""
-        if not self._capacity:
+        if self._capacity == math.inf:
             return
         in_place = self._known
         before: list[tuple[int, int]] = []
@@ -135,8 +133,6 @@ class OwnCache:
     def answer(self, prompt: Prompt, path: Sequence[int]) -> None:
         """The answer of a prompt has filled the runs that `path` adds to the prompt's own; their
         blocks are yet to be known."""
-        if not self._capacity:
-            return
         self._taken += self._idle_of(path)
         self._pin(path)
         # The KV of the last token is not computed.
@@ -149,8 +145,6 @@ class OwnCache:
 
     def give_back(self, prompt: Prompt) -> None:
         """The prompt's request has ended."""
-        if not self._capacity:
-            return
         users, in_place, idle = self._users, self._known, self._idle
         # A block that never became known, such as a partial last one, is taken again first.
         ended = prompt.reserved
@@ -223,7 +217,7 @@ class SimEngine:
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
         self._chain = chain
-        capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
+        capacity = machine.engine_cache // (machine.kv_bytes_per_token * size) or math.inf
         self._cache = OwnCache(capacity, workload)
         self._waiting: deque[Prompt] = deque()
         self._loads = Loads(tiers, chain, workload, lambda: self.now)
@@ -289,7 +283,7 @@ class SimEngine:
             if not self._idle:
                 self._idle_since = math.inf
             step = batch, self._offer(batch), tokens, seconds
-            heappush(self._events, (self.now + seconds, next(self._order), self._end_step, step))
+            self._push(self.now + seconds, self._end_step, step)
             if not (self._idle and (self._waiting or self._back or self._going_on)):
                 return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from spec.offloading import BUDGET_BURST, QUEUE_SECONDS
@@ -55,7 +55,6 @@ class SimulatedTier:
             self._room = min(self._room, max(1, int(QUEUE_SECONDS * rate / size)))
         self._budget = None if spec.write_budget is None else spec.write_budget / size
         """Blocks per second that the write budget admits."""
-        self._has_rules = spec.store_threshold > 1 or self._budget is not None
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
         self.idle_since: Callable[[], float] = lambda: 0.0
@@ -142,8 +141,7 @@ class SimulatedTier:
         """Take the missing ones of these blocks, predecessors first, as far as the tier's rules and
         its room admit; those that it has count as used."""
         known = self.known
-        job, fresh = offer
-        wanted, missing, path = job
+        (wanted, missing, _), fresh = offer
         for run, new in wanted:
             if (have := known[run]) and (fresh or have & new):
                 wanted = [(r, missing) for r, b in wanted if (missing := b & ~known[r])]
@@ -153,25 +151,10 @@ class SimulatedTier:
                     self.space.touch(fresh)
                 if not missing:
                     return None
-                job = wanted, missing, path
                 break
-        if self._has_rules:
-            return self._offer_by_rules(prompt, wanted, missing, fresh, now)
-        if missing > self._room:
-            self.counts.dropped += missing
-            return self._begin(prompt, wanted, missing)
-        self._room -= missing
-        for run, new in wanted:
-            known[run] |= new
-        return job
-
-    def _offer_by_rules(
-        self, prompt: Prompt, wanted: list[Part], missing: int, fresh: Sequence[int], now: float
-    ) -> Job | None:
-        """Take of the missing blocks those that enough prompts have asked for, as far as the write
-        budget and the room admit. This prompt has asked for a run that is not `fresh` before."""
         if self.spec.store_threshold > 1:
             uses = self._uses
+            # This prompt has asked for a run that is not `fresh` before.
             for run, _ in wanted:
                 uses[run] = uses.get(run, 0) + (run in fresh)
             wanted = [part for part in wanted if uses[part[0]] >= self.spec.store_threshold]
