@@ -183,7 +183,7 @@ class OwnCache:
             run = next(iter(idle))
             free += in_place[run]
             if free > 0:
-                in_place[run] = free
+                in_place[run] = int(free)
                 free = 0
             else:
                 in_place[run] = 0
