@@ -214,15 +214,15 @@ MUTANTS = (
     KEPT.but(
         "uses",
         "each read makes a pack look new",
-        "        if now - self._recorded.get(path, -USE_SECONDS) < USE_SECONDS:\n            return False\n",
-        "",
+        "if not any(self._used.known([path])):",
+        "if True:",
         survives="it costs a write for each read, and no block",
     ),
     KEPT.but(
         "uses",
-        "uses are kept for ever",
-        "        if len(self._recorded) >= _MOST_USES:\n            self._recorded = {}\n",
-        "",
+        "a use is remembered for ever",
+        "(_MOST_USES, USE_SECONDS, ",
+        "(1 << 40, USE_SECONDS, ",
         equal="65,536 names are some MiB; no test puts so many packs",
     ),
     EVICTOR.but(
@@ -256,13 +256,13 @@ MUTANTS = (
         "bound",
         "what was counted counts twice",
         "                self._own_before, self._own = self._own, 0\n",
-        "                self._own_before += self._own\n                self._own = 0\n",
+        "                self._own_before += self._own\n                    self._own = 0\n",
     ),
     EVICTOR.but(
         "bound",
         "a count is not learnt",
-        "            self._learn(self._lease.count)\n",
-        "            pass\n",
+        "                self._count = count\n",
+        "                pass\n",
     ),
     EVICTOR.but(
         "bound",

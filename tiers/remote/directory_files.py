@@ -14,7 +14,8 @@ from tiers.errors import TierRefused
 
 TEMPORARY = ".tmp-"
 """What the name of a file begins with that is being written."""
-_NAMESPACE, _FAN_OUT = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}"), re.compile("[0-9a-f]{2}")
+NAMESPACE, FAN_OUT = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}"), re.compile("[0-9a-f]{2}")
+"""The names of the folders of packs."""
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """ESTALE: another host removed what this one remembers."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -70,15 +71,11 @@ def files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
             yield entry.name, found
 
 
-def namespaces(path: str) -> list[str]:
-    """The names of the folders of namespaces in `path`. Raises OSError."""
-    return _folders(path, _NAMESPACE)
-
-
-def fan_out(path: str, space: str) -> Iterator[str]:
-    """The folders of packs below `path`, of this namespace. Raises OSError."""
-    for folder in _folders(f"{path}/{space}", _FAN_OUT):
-        yield f"{space}/{folder}"
+def folders(path: str, name: re.Pattern[str]) -> Iterator[str]:
+    """The folders in `path` with such a name. Raises OSError."""
+    for entry in entries(path):
+        if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            yield entry.name
 
 
 def refusal(error: PermissionError, path: str) -> TierRefused:
@@ -91,11 +88,3 @@ def entries(folder: str) -> list[os.DirEntry[str]]:
     with unless_gone(), os.scandir(folder) as found:
         return list(found)
     return []
-
-
-def _folders(path: str, name: re.Pattern[str]) -> list[str]:
-    return [
-        entry.name
-        for entry in entries(path)
-        if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-    ]

@@ -15,14 +15,15 @@ from typing import TypeVar
 
 from tiers.errors import TierRefused
 from tiers.remote.directory_files import (
+    FAN_OUT,
     FULL,
+    NAMESPACE,
     TEMPORARY,
     create,
     entries,
-    fan_out,
     files,
     fill,
-    namespaces,
+    folders,
     refusal,
     unless_gone,
 )
@@ -121,9 +122,9 @@ class PacksAndLeftovers:
     def list(self, refused: Callable[[TierRefused], None]) -> Iterator[Sequence[Listed]]:
         """See `Bucket`. Raises OSError."""
         self._watched = {}
-        for space in namespaces(self._path):
-            for folder in self._allowed(fan_out(self._path, space), refused):
-                yield from self._list(folder, refused)
+        for space in folders(self._path, NAMESPACE):
+            for inner in self._allowed(folders(f"{self._path}/{space}", FAN_OUT), refused):
+                yield from self._list(f"{space}/{inner}", refused)
         self._before = self._watched
 
     def _list(

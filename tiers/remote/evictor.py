@@ -205,17 +205,15 @@ class Evictor:
                 self._barred = str(error)
             else:
                 self._barred = ""
-            self._learn(self._lease.count)
+            count = self._lease.count
+            with self._lock:
+                if count.round != self._count.round:
+                    # A count misses what was put while it went on.
+                    self._own_before, self._own = self._own, 0
+                self._count = count
             if not self._lease.is_held:
                 self._refused, self._counted_at = "", None
         return self._lease.is_held and not self._stopped.is_set()
-
-    def _learn(self, count: Count) -> None:
-        with self._lock:
-            if count.round != self._count.round:
-                # A count misses what was put while it went on.
-                self._own_before, self._own = self._own, 0
-            self._count = count
 
     def _round(self) -> None:
         """Count, and evict what is too much. Ends early where the lease is lost. Raises TierError,
