@@ -142,10 +142,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
                 key = make_key()
                 memory = Memory([key], self.payload_bytes, shift).fill()
                 assert self.stored(store, memory) == [True]
-                memory = Memory([key], self.payload_bytes, shift)
-                assert list(store.get(memory.blocks)) == [True]
-                assert memory.holds(0)
-                memory.check_canaries()
+                assert self.got(store, Memory([key], self.payload_bytes, shift)) == [True]
 
     def test_odd_payload_lengths(self) -> None:
         refused = []
@@ -155,9 +152,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
                 with self.opened(payload_bytes) as store:
                     memory = Memory(keys, payload_bytes).fill()
                     assert self.stored(store, memory) == [True] * 3
-                    memory = Memory(keys, payload_bytes)
-                    assert list(store.get(memory.blocks)) == [True] * 3
-                    assert all(memory.holds(index) for index in range(3))
+                    assert self.got(store, Memory(keys, payload_bytes)) == [True] * 3
             except TierUnusable:  # a place may be bound to one length for good
                 refused.append(payload_bytes)
         if refused:
@@ -187,8 +182,7 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
             # To refuse the length is as good as a miss.
             with suppress(TierUnusable), self.opened(payload_bytes) as other:
                 memory = Memory([key], payload_bytes)
-                assert list(other.get(memory.blocks)) == [False]
-                memory.check_canaries()
+                assert self.got(other, memory) == [False]
                 before = counted()
                 for _ in range(ROUNDS):
                     other.get(memory.blocks)

@@ -206,8 +206,11 @@ class StoreUnderTest:
 
     def hits(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> list[bool]:
         """Load these keys and say which were hits; each hit must be the payload of its key."""
-        memory = Memory(keys, self.payload_bytes)
-        hits = each("get", store.get(memory.blocks), len(keys))
+        return self.got(store, Memory(keys, self.payload_bytes), version)
+
+    def got(self, store: TierStore, memory: Memory, version: int = 0) -> list[bool]:
+        """As `hits`, of the blocks of this memory."""
+        hits = each("get", store.get(memory.blocks), len(memory.blocks))
         for index, hit in enumerate(hits):
             assert not hit or memory.holds(index, version), "a hit with other bytes than were put"
         memory.check_canaries()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from tiers.store import Block, GatheredBlock, Packs, PacksWindows, Prefix, TierStore, each
+from tiers.store import GatheredBlock, Packs, PacksWindows, Prefix, TierStore, each
 from tiers.testing.harness import Memory, StoreUnderTest, at_once, listed, make_key
 
 _BYTES = 4096
@@ -135,12 +135,7 @@ class PrefixTests(StoreUnderTest):
         group = self.having(store, Packs).pack_blocks()
         for start in range(first, len(keys), 64):
             numbers = range(start, min(start + 64, len(keys)))
-            memory = Memory([keys[number] for number in numbers], _BYTES).fill()
-            base = start - start % group
-            blocks = _placed(memory, keys[base : numbers.stop], [n - base for n in numbers], group)
-            assert each("put", store.put([b.readonly() for b in blocks]), len(blocks)) == [
-                True
-            ] * len(blocks)
+            assert all(self.stored(store, _placed(keys, numbers, group).fill()))
 
     def _load(self, store: TierStore, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
         hits = self._hits(store, keys, numbers)
@@ -151,15 +146,7 @@ class PrefixTests(StoreUnderTest):
         group = self.having(store, Packs).pack_blocks()
         hits: list[bool] = []
         for start in range(0, len(numbers), 64):
-            some = numbers[start : start + 64]
-            memory = Memory([keys[number] for number in some], _BYTES)
-            base = some[0] - some[0] % group
-            blocks = _placed(memory, keys[base : some[-1] + 1], [n - base for n in some], group)
-            got = each("get", store.get(blocks), len(blocks))
-            for index, hit in enumerate(got):
-                assert not hit or memory.holds(index), "a hit with other bytes than were put"
-            memory.check_canaries()
-            hits += got
+            hits += self.got(store, _placed(keys, numbers[start : start + 64], group))
         return hits
 
 
@@ -172,10 +159,13 @@ def _counted(packs: Packs, keys: Sequence[bytes]) -> int:
     return packs.held_prefix([keys])[0]
 
 
-def _placed(
-    memory: Memory, keys: Sequence[bytes], places: Sequence[int], group: int
-) -> list[Block]:
-    return [
-        GatheredBlock(block.key, block.payload, None, Prefix(keys, at, group))
-        for block, at in zip(memory.blocks, places, strict=True)
+def _placed(keys: Sequence[bytes], numbers: Sequence[int], group: int) -> Memory:
+    """Memory for these blocks of a prompt, which know their places in it."""
+    memory = Memory([keys[number] for number in numbers], _BYTES)
+    base = numbers[0] - numbers[0] % group
+    known = keys[base : numbers[-1] + 1]
+    memory.blocks = [
+        GatheredBlock(block.key, block.payload, None, Prefix(known, number - base, group))
+        for block, number in zip(memory.blocks, numbers, strict=True)
     ]
+    return memory
