@@ -7,6 +7,7 @@ import mmap
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tiers.host.slot_memory import pinned_together
 
 COUNT = 24
 """Blocks, in twelve waves of two."""
-STREAM = SimpleNamespace(cuda_stream=77, synchronize=lambda: None)
+STREAM: Any = SimpleNamespace(cuda_stream=77, synchronize=lambda: None)
 
 
 def there_and_back(ours: Copies, slots: list[int]) -> None:
@@ -130,7 +131,7 @@ def test_one_that_refuses_is_not(caplog: pytest.LogCaptureFixture) -> None:
     ended: list[int] = []
     driver = Driver(lambda stream, operation: queued.append(operation))
     driver.code = 1
-    stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: ended.append(len(queued)))
+    stream: Any = SimpleNamespace(cuda_stream=77, synchronize=lambda: ended.append(len(queued)))
     bus = open_bus(torch.device("cpu"), stream, lambda name: driver)
     assert bus.batch is None and "answers with error 1" in bus.warning
     assert "error 1" in caplog.text

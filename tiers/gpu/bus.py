@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,17 +54,6 @@ def runs(slots: Sequence[int], together: int) -> list[Run]:
             found.append(Run(slots[first], first, last - first))
             first = last
     return found
-
-
-class HasStream(Protocol):
-    """As `torch.cuda.Stream`."""
-
-    @property
-    def cuda_stream(self) -> int:
-        """Its handle."""
-
-    def synchronize(self) -> None:
-        """Wait for all that is queued on it."""
 
 
 class _Attributes(ctypes.Structure):
@@ -109,7 +98,7 @@ class Batch:
 
 
 def open_bus(
-    device: torch.device, stream: HasStream, load: Callable[[str], Any] = ctypes.CDLL
+    device: torch.device, stream: torch.cuda.Stream, load: Callable[[str], Any] = ctypes.CDLL
 ) -> Bus:
     """With the driver's batched copy, if there is one and it copies here what was sent. `stream`:
     one that is not the default, which the driver refuses. `load`: finds the driver."""
@@ -128,7 +117,7 @@ def open_bus(
     return bus
 
 
-def _fault(batch: Batch, device: torch.device, stream: HasStream) -> str:
+def _fault(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> str:
     """What is wrong with it, tried on a few rows there and back; nothing: an empty text."""
     rows, width = 5, 4096
     made = torch.Generator().manual_seed(0)  # the engine's own draws what requests are answered
