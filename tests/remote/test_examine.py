@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,9 @@ def test_dates_of_certificates(shared_server: RedisServer, tmp_path: Path) -> No
     authority = Authority(tmp_path / "ours")
     certificate = authority.certify("127.0.0.1")  # for a day
     url, tls = "rediss://127.0.0.1:{}", {"ca_file": str(authority.ca_file)}
+    own = {**tls, "cert_file": str(certificate[0]), "key_file": str(certificate[1])}
     with TlsFront(shared_server.port, certificate) as front:
-        found = by_gravity(
-            url.format(front.port),
-            tls={**tls, "cert_file": str(certificate[0]), "key_file": str(certificate[1])},
-        )
+        found = by_gravity(url.format(front.port), tls=own)
         ours, theirs = sorted(text for text in found["warning"] if "valid for" in text)
         assert "server's certificate is valid for 1 days" in ours
         assert f"cert_file {certificate[0]} is valid for 1 days" in theirs
@@ -148,6 +147,16 @@ def test_dates_of_certificates(shared_server: RedisServer, tmp_path: Path) -> No
         assert "until when" in unknown[0]
         (error,) = findings(url.format(shared_server.port), tls=tls, timeout="500ms")
         assert "no TLS with this server" in error.found and "tls.ca_file" in error.change
+        # By one that has ended a server may have refused us.
+        date, error = findings(url.format(shared_server.port), tls=own, timeout="500ms")
+        assert "cert_file" in date.found and error.gravity == "error"
+    announced = [free_port() for _ in range(3)]
+    with cluster(announced=announced) as nodes, ExitStack() as stack:
+        for node, port in zip(nodes, announced, strict=True):
+            stack.enter_context(TlsFront(node.port, certificate, port=port))
+        found = by_gravity(f"rediss+cluster://127.0.0.1:{announced[1]}", tls=own)
+        assert sum("cert_file" in text for text in found["warning"]) == 1
+        assert sum("server's certificate" in text for text in found["warning"]) == 3
 
 
 def test_a_cluster_with_a_node_down() -> None:

@@ -57,6 +57,8 @@ class ExaminedTier(NamedTuple):
 
 def examine(tier: ExaminedTier) -> Iterator[DoctorFinding]:
     """Findings about the servers of this tier. Raises TierUnusable, OSError."""
+    if tier.cert_file is not None:
+        yield _dates(f"tls.cert_file {tier.cert_file}", _end_of(Path(tier.cert_file)))
     with closing(open_topology(tier.connection, tier.timeout)) as topology:
         deadline = Deadline(tier.timeout)
         try:
@@ -167,8 +169,6 @@ def _certificate(tier: ExaminedTier, place: str, pool: Pool) -> Iterator[DoctorF
         ends = found.get("notAfter") if found else None
         seconds = ssl.cert_time_to_seconds(ends) if ends else None
         yield _dates(f"{place}: the server's certificate", seconds)
-    if tier.cert_file is not None:
-        yield _dates(f"tls.cert_file {tier.cert_file}", _end_of(Path(tier.cert_file)))
 
 
 def _end_of(file: Path) -> float | None:
