@@ -68,12 +68,10 @@ class LiveChain:
         return []
 
     def make(self, tier: OffloadingSpec, chain: ChainSpec) -> OffloadingScheduler:
-        self._opener.follow(chain)
         return OffloadingScheduler(tier, chain, self._requests, self._opener, self._now)
 
     def apply(self, chain: ChainSpec, tiers: Sequence[OffloadingScheduler]) -> None:
         before, self.chain = self.chain, chain
-        self._opener.follow(chain)
         self._requests.retune(chain.max_wait, chain.store)
         self._requests.tenants.names = tenant_names(chain)
         for spec, tier in zip(chain.tiers, tiers, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 import re
 import threading
@@ -17,6 +18,7 @@ import pytest
 from spec import plugins
 from spec.chain import ChainSpec
 from tests.disk.audit import handles_of
+from tests.engine.identity.test_facts import Facts
 from tests.support.changing import (
     ask_for,
     change,
@@ -478,6 +480,21 @@ def test_memory_of_a_change_that_was_refused_is_not_the_next_ones(
         host: Any = engine.workers[0].connector.children[0]._host  # type: ignore[attr-defined]
         host._mover.submit(int).result()
         assert len(host.memory.rows) == scheduler_of(engine).pool.num_slots == 128 + 64
+
+
+def test_a_tier_that_opens_late_does_so_in_its_own_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change that would have replaced it was refused, since its tier was late, too."""
+    monkeypatch.setattr(changes, "PREPARE_SECONDS", 0.05)
+    caplog.set_level(logging.INFO)
+    late = Facts()
+    with running(chain_of(cpu(8), disk(tmp_path / "disk")), late_facts=late) as engine:
+        other = disk(tmp_path / "other", name="other")
+        assert "have not opened it" in change(engine, chain_of(other, cpu(8))).why
+        late.are_known = True
+        until_open(engine, "disk")
+        assert "tier 'disk' is open, load priority 2 of 2" in caplog.text
 
 
 def test_what_a_rank_opened_too_late_is_not_the_next_changes(tmp_path: Path) -> None:

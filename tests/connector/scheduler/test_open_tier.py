@@ -31,7 +31,8 @@ def test_two_tiers_that_open_first_at_once_have_the_same_slots(
         return SlotPool(count)
 
     def opened(tier: OffloadingSpec) -> SlotPool:
-        return opener.open(tier, [WorkerHandshake(0, b"", 4096)], False, lambda key: None).pool
+        shakes = [WorkerHandshake(0, b"", 4096)]
+        return opener.open(chain, tier, shakes, False, lambda key: None).pool
 
     monkeypatch.setattr(open_tier, "SlotPool", slots)
     with ThreadPoolExecutor(2) as threads:

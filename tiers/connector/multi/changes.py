@@ -54,8 +54,7 @@ class PendingChange:
     """
 
     def __init__(self) -> None:
-        self.version = 0
-        self.why = ""
+        self.version, self.why = 0, ""
         self.remains: tuple[str, ...] = ()
         self.before: ChainSpec | None = None
         self.is_begun = False

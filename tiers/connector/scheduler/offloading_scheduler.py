@@ -65,7 +65,7 @@ class OffloadingScheduler(SchedulerConnector):
         back."""
         self.load_cost = LoadCost(now, getattr(spec, "loads_at_once", LOADS_AT_ONCE))
         self._requests, self._now = requests, now
-        self._spec, self._opener = spec, opener
+        self._spec, self._chain, self._opener = spec, chain, opener
         admission = Admission(spec, now, len(chain.tiers) == 1, opener.size.step_blocks)
         tenants = Tenants(spec.tier_name, chain.tenants, chain.max_retained)
         events = KVEvents(place_of(spec), requests, chain.events.self_describing_kv_events)
@@ -114,11 +114,15 @@ class OffloadingScheduler(SchedulerConnector):
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
         try:
-            self._tier.opened(self._opener.open(self._spec, ranks, in_step, self._tier.evicted))
+            self._open(ranks, in_step)
         except TierUnusable as error:
             self._tier.failed(str(error))
         # The metrics learn of it by a step, which an engine without requests makes for that.
         self._is_news = not in_step
+
+    def _open(self, handshakes: Sequence[WorkerHandshake], in_step: bool) -> None:
+        args = self._chain, self._spec, handshakes, in_step, self._tier.evicted
+        self._tier.opened(self._opener.open(*args))
 
     def _tell_weights(self) -> None:
         """Let the requests know what names the weights, if others find what this tier stores."""
@@ -132,7 +136,7 @@ class OffloadingScheduler(SchedulerConnector):
         """Open the tier for these workers, by rank, on the calling thread: nobody uses it yet.
         Raises TierUnusable."""
         self._handshakes = {handshake.rank: handshake for handshake in handshakes}
-        self._tier.opened(self._opener.open(self._spec, handshakes, False, self._tier.evicted))
+        self._open(handshakes, in_step=False)
         if not self._tier.usable:  # the change was given up meanwhile
             self.shutdown()
 
@@ -144,7 +148,7 @@ class OffloadingScheduler(SchedulerConnector):
         self.manager.retune(spec, lookup_seconds(chain.max_wait))
         if spec.capacity_bytes != self._spec.capacity_bytes:
             self.resize(spec)
-        self._spec = spec
+        self._spec, self._chain = spec, chain
         self._tell_weights()
 
     def resize(self, spec: OffloadingSpec) -> None:

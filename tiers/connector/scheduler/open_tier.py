@@ -68,7 +68,7 @@ class TierOpener:
         self._engine = engine
         self._generation = generation
         self._now = now
-        self.follow(chain)
+        self._events = chain.events
         self._pool: SlotPool | None = None
         # Without it a tier that a change brings and one that joins late, on the scheduler's thread,
         # could each make slots, and both hand out the same memory.
@@ -78,25 +78,22 @@ class TierOpener:
         """How many blocks each may keep."""
         self._stores: list[StoreManager] = []
 
-    def follow(self, chain: ChainSpec) -> None:
-        """Open tiers of this chain from now on; its host pool stays as it is."""
-        self._chain = chain
-
     def open(
         self,
+        chain: ChainSpec,
         tier: OffloadingSpec,
         handshakes: Sequence[WorkerHandshake],
         in_step: bool,
         on_evict: OnEvict,
     ) -> OpenTier:
-        """Open `tier` for the workers of these `handshakes`, by rank. Raises TierUnusable.
+        """Open a tier of `chain` for the workers of these `handshakes`, by rank. Raises
+        TierUnusable.
 
         `in_step`: the engine has begun to serve, so that opening may take a moment only.
         """
-        # Ranks whose blocks are larger have fewer slots: what fits those fits all.
-        payload = max(handshake.payload_bytes for handshake in handshakes)
         with self._making:
-            pool = self._open_pool(payload, handshakes) if self._pool is None else self._pool
+            pool = self._open_pool(chain, handshakes) if self._pool is None else self._pool
+        payload = self.block_bytes // len(handshakes)
         inventory: Inventory | None = None
         one_writer = False
         if isinstance(tier, HostSpec):
@@ -109,12 +106,12 @@ class TierOpener:
                     f"than one block of {format_size(payload)}"
                 )
             residency = open_residency(tier, pool, slots)
-            log_host(self._chain, tier, slots)
+            log_host(chain, tier, slots)
             host = HostManager(residency, pool, on_evict)
             self._hosts[host] = slots
             manager: TierManager = host
         elif isinstance(tier, StoreSpec):
-            manager, inventory = self._open_store(tier, payload, handshakes, in_step)
+            manager, inventory = self._open_store(chain, tier, handshakes, in_step)
             # Only if they report it themselves: else none would find what another has stored.
             one_writer = len({handshake.namespace for handshake in handshakes}) == 1
         else:
@@ -148,38 +145,40 @@ class TierOpener:
             opened.manager.resize(tier.capacity_bytes, room)
         return opened._replace(max_blocks=room)
 
-    def _open_pool(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
-        """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""
-        ranks, size = len(handshakes), self.size.slots(payload_bytes)
-        made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
+    def _open_pool(self, chain: ChainSpec, workers: Sequence[WorkerHandshake]) -> SlotPool:
+        """The slots, as many as every worker has."""
+        # Ranks whose blocks are larger have fewer slots: what fits those fits all.
+        payload_bytes = max(handshake.payload_bytes for handshake in workers)
+        ranks, size = len(workers), self.size.slots(payload_bytes)
+        made = [handshake.slots for handshake in workers if handshake.slots is not None]
         self._pool = SlotPool(min([size, *made]))
         self._pool.resizes = self._resizes
         self.block_bytes = payload_bytes * ranks
         self.slot_bytes = slot_stride(payload_bytes) * ranks
-        log_chain(self._chain, payload_bytes, ranks, self._pool.num_slots)
+        log_chain(chain, payload_bytes, ranks, self._pool.num_slots)
         return self._pool
 
     def _open_store(
-        self, tier: StoreSpec, payload: int, handshakes: Sequence[WorkerHandshake], in_step: bool
+        self, chain: ChainSpec, tier: StoreSpec, workers: Sequence[WorkerHandshake], in_step: bool
     ) -> tuple[StoreManager, Inventory | None]:
         # Whether only the host that stored them finds the blocks. Where the settings leave it open,
         # so it is for a store that answers from memory, or is of its host alone.
         is_local = tier.is_prompt if tier.host_local is None else tier.host_local
         if is_local:
-            self._require_one_host(handshakes)
-        context = StoreContext(payload, len(handshakes))
-        store = open_guarded(tier, context, in_step, partial(log_store, self._chain, tier))
-        spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
+            self._require_one_host(workers)
+        context = StoreContext(self.block_bytes // len(workers), len(workers))
+        store = open_guarded(tier, context, in_step, partial(log_store, chain, tier))
+        spaces = list(dict.fromkeys(handshake.namespace for handshake in workers))
         groups = BlockGroups(self._engine)
-        args = store, spaces, self._generation, self._now, lookup_seconds(self._chain.max_wait)
+        args = store, spaces, self._generation, self._now, lookup_seconds(chain.max_wait)
         opened: TierStore | StoreManager = store
         try:
             if tier.host_local is None and not is_local and capability(store, Clear) is not None:
-                self._require_one_host(handshakes)
+                self._require_one_host(workers)
             opened = manager = StoreManager(*args, in_order=groups.in_order, in_rows=groups.in_rows)
             if self._engine.kv_events:
                 self._stores.append(manager)
-            return manager, self._inventory(tier, manager, handshakes[0].namespace)
+            return manager, self._inventory(tier, manager, workers[0].namespace)
         except (TierUnusable, RuntimeError) as error:  # the latter: no thread can be had
             opened.close()
             raise TierUnusable(reason_of(error)) from error
@@ -209,7 +208,7 @@ class TierOpener:
         """Keep what is announced of a tier, in files where the operator has given it a folder for
         that. Of encrypted tiers nothing lies there: tokens would be in the clear beside what hides
         them. None: the engine takes no events."""
-        events = self._chain.events
+        events = self._events
         if not self._engine.kv_events:
             return None
         folder: Path | None = None
