@@ -198,19 +198,24 @@ def test_a_tier_that_is_to_be_opened_anew_and_does_not_close_is_left_out(
 def test_a_tier_that_leaves_ends_what_it_has_in_flight_and_stores_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = both(tmp_path)
-    with running(chain_of(a, b)) as engine:
-        served(engine, PROMPT)
+    (a, b), rules = both(tmp_path), {"max_retained": 0.5}
+    with running(chain_of(a, b, **rules)) as engine:
+        engine.generate(PROMPT, 1, "", {"kvtiers": {"hints": {"retain": {"ttl": 60}}}})
+        engine.settle()
+        engine.step()
+        assert measured(engine, "retained_blocks", "disk") > 0
         with monkeypatch.context() as busy:
             busy.setattr(OffloadingScheduler, "jobs_in_flight", 1)
             busy.setattr(changes, "DRAIN_SECONDS", 0.0)
-            assert change(engine, chain_of(a)).remains == ("disk",)
+            assert change(engine, chain_of(a, **rules)).remains == ("disk",)
             before = measured(engine, "stored_blocks", "disk")
             engine.generate(PROMPT[::-1], 2)
             assert scheduler_of(engine, 1).condition()[0] == "open"
         engine.settle()
         until_left(engine)
         assert measured(engine, "stored_blocks", "disk") == before
+        for gauge in ("reads_up", "writes_up", "capacity_bytes", "used_bytes", "retained_blocks"):
+            assert measured(engine, gauge, "disk") == 0, gauge
 
 
 def test_the_process_of_checksums_leaves_with_the_last_tier_that_asks_for_it(

@@ -432,9 +432,9 @@ class AbsentTier(SchedulerConnector):
     shutdown = do_nothing
 
     def __init__(self, name: str) -> None:
-        nothing = dict.fromkeys(("reads_up", "writes_up", "capacity_bytes", "used_bytes"), 0.0)
-        self._stats: TierStats | None = TierStats()
-        self._stats.add(name, **{STATE: float(STATES.index("detached"))}, **nothing)
+        gauges = "reads_up", "writes_up", "capacity_bytes", "used_bytes", "retained_blocks"
+        last = {**dict.fromkeys(gauges, 0.0), STATE: float(STATES.index("detached"))}
+        self._stats: TierStats | None = TierStats({name: {**last}})
 
     def get_kv_connector_stats(self) -> TierStats | None:
         """Its state, once."""
