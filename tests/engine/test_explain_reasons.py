@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec, ExplainSpec
+from tests.support.changing import change, running
 from tests.support.explaining import explained, last_told, tier_of
 from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tests.support.slow_store import SlowSpec, TroubledStore
@@ -92,6 +93,18 @@ def test_limits_of_the_request(made: MakeEngine, tmp_path: Path) -> None:
     assert (why(one, "cpu"), why(one, "disk")) == ("limit", "served")
     ask(one, kv_transfer_params={"kvtiers": {"max_load_tokens": 0}})
     assert (why(one, "cpu"), why(one, "disk")) == ("limit", "limit")
+
+
+def test_a_tier_that_nobody_loads_from(tmp_path: Path) -> None:
+    paused, other = {**cpu(64), "paused": "reads"}, disk(tmp_path)
+    with running(chain_of(paused, other, explain={}), ranks=1, prefix_caching=False) as one:
+        ask(one)
+        assert (why(one, "cpu"), why(one, "disk")) == ("out", "miss")
+        ask(one)
+        assert (why(one, "cpu"), why(one, "disk")) == ("out", "served")
+        assert not change(one, chain_of(paused, explain={})).why
+        ask(one)
+        assert (why(one, "cpu"), why(one, "disk")) == ("out", "out"), "it has left the chain"
 
 
 def test_a_rule_of_the_tenant(made: MakeEngine, tmp_path: Path) -> None:

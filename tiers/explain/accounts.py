@@ -19,6 +19,7 @@ REASONS = {
     "late": "the request did not wait for its lookup any longer",
     "tenant": "a rule of the tenant keeps the request's blocks out of it",
     "limit": "the request's own limits",
+    "out": "its reads are paused, or it was not in the chain",
     "budget": "the request had waited for max_wait",
     "computing": "computing is faster",
     "short": "it has too little to be of use",
@@ -129,10 +130,8 @@ class Accounts:
             account["why"] = self._why(child, attempt, answer)
             account["tokens"] = 0
             if attempt.choice is not None and attempt.choice.child == child and attempt.external:
-                account |= {
-                    "why": "served",
-                    "tokens": self._sources(attempt)["loaded"].get(account["tier"]),
-                }
+                tokens = self._sources(attempt)["loaded"].get(account["tier"])
+                account |= {"why": "served", "tokens": tokens}
         return account
 
     def _part(self, part: LoadPart) -> dict[str, Any]:
@@ -158,6 +157,8 @@ class Accounts:
             return "budget"
         if not attempt.may_load(name):
             return "limit"
+        if attempt.order is not None and child not in attempt.order:
+            return "out"
         if answer is not None and answer.why:
             return answer.why
         if answer is not None and not answer.held:
@@ -191,7 +192,7 @@ def _state(notes: RequestNotes) -> str:
 
 def _times(attempt: Attempt, now: float | None) -> dict[str, float | None]:
     """What the request waited, by the scheduler's clock."""
-    began = attempt.allocated if now is None else now
+    began, ran = attempt.allocated if now is None else now, attempt.started_at
     looked = attempt.looked_for
     return {
         "lookup": _ms(looked.waited - looked.notice),
@@ -199,9 +200,7 @@ def _times(attempt: Attempt, now: float | None) -> dict[str, float | None]:
         "other_load": _ms(attempt.joined_for),
         "until_begun": None if began is None else _ms(began - attempt.asked),
         "load": None if attempt.external and attempt.loaded_at is None else _ms(attempt.loaded_for),
-        "until_run": None
-        if attempt.started_at is None
-        else _ms(attempt.started_at - attempt.asked),
+        "until_run": None if ran is None else _ms(ran - attempt.asked),
     }
 
 

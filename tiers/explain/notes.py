@@ -8,7 +8,7 @@ attempt that is in flight as far as it has come.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,7 @@ class Attempt:
     preempted: int = 0
     spent: bool = False
     may_load: Callable[[str], bool] = lambda tier: True
+    order: Container[int] | None = None
     choice: Decision | None = None
     answers: Sequence[TierAnswer] = ()
     unanswered: set[int] = field(default_factory=set)
@@ -127,10 +128,10 @@ class Attempt:
 
         return noted
 
-    def asks_tiers(self, may_load: Callable[[str], bool]) -> None:
+    def asks_tiers(self, may_load: Callable[[str], bool], order: Container[int]) -> None:
         """The tiers are asked, perhaps again. `may_load`: whether the request's own limits let
-        any block come from a tier."""
-        self.may_load = may_load
+        any block come from a tier. `order`: the children that load for any request."""
+        self.may_load, self.order = may_load, order
         self.unanswered.clear()
         self._raw.clear()
 

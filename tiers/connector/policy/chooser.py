@@ -174,7 +174,7 @@ class Chooser:
         versions = self._versions(request_state, num_computed_tokens)
         if versions is None or versions != request_state.versions:
             self._forget(request_state, versions)
-            notes.asks_tiers(request_state.limits.may_load)
+            notes.asks_tiers(request_state.limits.may_load, self._order)
         limit = request_state.limits.max_load_tokens
         loadable = request_state.request.num_tokens - num_computed_tokens
         loadable = loadable if limit is None else min(loadable, limit)
