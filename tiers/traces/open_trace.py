@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tiers.errors import TraceError
 from tiers.paths import found_at
@@ -54,6 +54,7 @@ from tiers.traces.lines import (
 from tiers.traces.recorded import is_header, open_recorded
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
+T = TypeVar("T")
 _RECORDED = (".jsonl", ".jsonl.zst")
 
 
@@ -75,7 +76,7 @@ def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16
         raise TraceError(f"{path}: it is no file; a trace is read twice, so write it to a file")
     if path.suffix == ".json":
         return _open_weka([path], skip_bad_lines, conversations)
-    first = _first_object(path)
+    first = _first(path, dict)
     if is_header(first):
         return open_recorded([path], skip_bad_lines)
     if _is_weka(first):
@@ -91,11 +92,12 @@ def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16
     )
 
 
-def _first_object(path: Path) -> dict[str, Any]:
+def _first(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of a file's first object."""
     summary = TraceSummary()
     for line in read_lines(path, summary):
         try:
-            return parse_object(line.text)
+            return parse(parse_object(line.text))
         except Malformed as error:
             raise error.at(path, line.number) from None
     raise TraceError(summary.notes[0] if summary.notes else f"{path}: it is empty")
@@ -179,11 +181,7 @@ class _Conversation(NamedTuple):
 
 def _open_weka(paths: Sequence[Path], skip_bad: bool, conversations: int) -> Trace:
     """The trace of these files, with `conversations` of them at a time."""
-    first = next(read_lines(paths[0], TraceSummary()))
-    try:
-        block_tokens = whole(parse_object(first.text), "block_size", at_least=1)
-    except Malformed as error:
-        raise error.at(paths[0], first.number) from None
+    block_tokens = _first(paths[0], lambda found: whole(found, "block_size", at_least=1))
 
     def read(summary: TraceSummary) -> Iterator[TraceRequest]:
         found = _conversations(paths, block_tokens, summary, skip_bad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,11 +191,6 @@ class LinkedCopier:
         return self._copier.scatter(rows, slots, blocks, after)
 
 
-def copier_over(link: Link | None) -> OpenCopier:
-    """Opens copiers behind a link; None: without."""
-
-    def open_linked(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Any:
-        copier = open_copier(kv_caches, num_blocks)
-        return copier if link is None else LinkedCopier(copier, link)
-
-    return open_linked
+def copier_over(link: Link) -> OpenCopier:
+    """Opens copiers behind a link."""
+    return lambda kv_caches, num_blocks: LinkedCopier(open_copier(kv_caches, num_blocks), link)

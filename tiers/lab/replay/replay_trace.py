@@ -13,6 +13,7 @@ from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
+from tiers.gpu.copier import open_copier
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import copier_over
 from tiers.lab.replay.requests import TracedRequest
@@ -86,7 +87,7 @@ def _opened(
         stack.callback(connector.shutdown)
         tiers = enumerate(chain.tiers)
         hosts = {place: links[t.tier_name] for place, t in tiers if isinstance(t, HostSpec)}
-        copier = copier_over(next(iter(hosts.values()), None))
+        copier = copier_over(next(iter(hosts.values()))) if hosts else open_copier
         half = MultiWorker(*worker_parts(behind, info, copier, now=clock.now))
         stack.callback(half.shutdown)
         stack.callback(clock.stop)

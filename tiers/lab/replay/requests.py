@@ -6,7 +6,7 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from tiers.lab.replay.blocks import STATE, Tables, chain_hash
 from tiers.traces.trace import TraceRequest
@@ -18,8 +18,6 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()
     RUNNING = enum.auto()
-    ANSWERING = enum.auto()
-    """Its whole answer takes some time of a clock."""
     FINISHED = enum.auto()
 
 
@@ -31,9 +29,6 @@ class ReplayRequest:
     `is_computing`: a step in flight computes some of its tokens. `unknown`: tokens of the answer
     that such steps sample, where the next step does not wait for them.
     """
-
-    answers_at_once: ClassVar[bool] = False
-    """Whether the answer takes some time of a clock, in place of a step for each token."""
 
     request_id: str
     prompt: list[int]
@@ -92,14 +87,13 @@ class ReplayRequest:
 
 
 class TracedRequest(ReplayRequest):
-    """A request of a trace, whose tokens are counts alone: `ids` are its full blocks'.
+    """A request of a trace, whose tokens are counts alone: `ids` are its full blocks'. Its answer
+    takes some time of a clock, in place of a step for each token.
 
     `arrival`: seconds since the trace began. `answer_ids`: blocks of the answer, where they were
     recorded; not in `ids` until `answer`. `counts`: the report counts it. `loaded_by`: tokens of
     each tier.
     """
-
-    answers_at_once = True
 
     def __init__(self, number: int, request: TraceRequest, block_tokens: int, counts: bool) -> None:
         salt = request.salt or ""

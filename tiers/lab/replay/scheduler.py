@@ -258,10 +258,9 @@ class ReplayScheduler:
                 self._know_blocks(request)
             if not work.samples:
                 continue
-            if request.answers_at_once:
+            if isinstance(request, TracedRequest):
                 self._running.remove(request)
                 self._answering.append(request)
-                request.status = Status.ANSWERING
                 continue
             self._answered(request, sampled[work.request_id], is_preempted)
 

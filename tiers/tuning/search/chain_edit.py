@@ -32,8 +32,8 @@ def edited(text: str, present: ChainSpec, new: SimChain, budget: Budget) -> str:
     places = {tier.type: place for place, tier in enumerate(now.tiers)}
     for tier in new.tiers:
         if (place := places.get(tier.type)) is not None:
-            sizes = size_key(type(present.tiers[place])) or "capacity"
-            for key, value in _differing(now.tiers[place], tier, sizes):
+            size = size_key(type(present.tiers[place]))
+            for key, value in _differing(now.tiers[place], tier, size):
                 result = _set(result, ("tiers", place), key, value)
     if [tier.type for tier in new.tiers] != [tier.type for tier in now.tiers]:
         result = _ordered(result, new, places, budget)
@@ -48,9 +48,10 @@ def edited(text: str, present: ChainSpec, new: SimChain, budget: Budget) -> str:
     return result
 
 
-def _differing(now: SimTier, new: SimTier, sizes: str) -> Iterator[tuple[str, str]]:
-    if new.capacity != now.capacity and new.capacity is not None:
-        yield sizes, exact_size(new.capacity)
+def _differing(now: SimTier, new: SimTier, size: str | None) -> Iterator[tuple[str, str]]:
+    """The keys whose value changes, and their new text. `size`: see `size_key`."""
+    if new.capacity != now.capacity and new.capacity is not None and size is not None:
+        yield size, exact_size(new.capacity)
     if new.eviction != now.eviction:
         yield "eviction", new.eviction
     if new.store_threshold != now.store_threshold:
@@ -108,12 +109,9 @@ def _ordered(text: str, new: SimChain, places: Mapping[str, int], budget: Budget
 
 def _added(tier: SimTier, budget: Budget) -> dict[str, Any]:
     medium = budget.medium(tier.type)
-    values = dict(_differing(SimTier(tier.name, tier.type, tier.is_host), tier, "capacity"))
-    size = values.pop("capacity", None)
-    found: dict[str, Any] = {"type": tier.type, **medium.settings}
-    if medium.size_key is not None and size is not None:
-        found[medium.size_key] = size
-    return {**found, **{key: yaml.safe_load(value) for key, value in values.items()}}
+    more = _differing(SimTier(tier.name, tier.type, tier.is_host), tier, medium.size_key)
+    values = {key: yaml.safe_load(value) for key, value in more}
+    return {"type": tier.type, **medium.settings, **values}
 
 
 def _value(node: yaml.Node | None, part: int | str) -> yaml.Node | None:
