@@ -24,6 +24,7 @@ SERVED = {
     "LoRA adapters that take turns": "Llama",
     "n-gram speculation": "Llama",
     "pipeline parallel 2": "Llama",
+    "decode context parallel 2": "Qwen3",
     "data parallel 2": "Llama",
 }
 """What the cells are about, in the order of rows, and the architecture of the tests' model."""
@@ -43,6 +44,7 @@ has loaded. On the CPU vLLM 0.32 computes a request without an adapter as one th
 adapter, where a batch has both, and keeps that KV for others, as kvtiers does; so do not mix them.
 With `--enforce-eager`, bfloat16 and AMX its worker ends (exit code -4) where the first step of all
 computes one token: of a prompt of one, or of one that a tier has whole. Ask for a longer one first.
+Decode context parallelism, which vLLM has on devices alone, ran with an attention of the test's.
 
 `make compatibility` fills the table of the installed version, with `VLLM=FILE` that of another: a
 CPU wheel, or a source archive, whose Python runs over the installed binaries (as 0.33 did).

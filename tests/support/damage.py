@@ -199,6 +199,13 @@ def without_pictures() -> None:
     sys.modules[name] = module
 
 
+def context_parallel() -> None:
+    """Let ranks share out the tokens of requests, which vLLM does on devices alone."""
+    from tests.engine.vllm import context_parallel
+
+    context_parallel.put_in()
+
+
 def plain_linears() -> None:
     """Keep weights where they were loaded, as on devices: on the CPU vLLM packs them elsewhere, so
     that nothing could change them in place."""

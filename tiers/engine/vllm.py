@@ -65,8 +65,8 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import (
     REPORTS_FAILED_REQUESTS,
+    block_sizes,
     drops_last,
-    hash_tokens,
     kv_groups,
     overwrites_early,
 )
@@ -110,7 +110,7 @@ def engine_info(
             "groups": json.dumps([[*group, layers] for group, layers in groups]),
         },
         block_tokens=math.lcm(*(group.tokens for group, _ in groups)),
-        hash_tokens=hash_tokens(vllm_config, kv_cache_config),
+        hash_tokens=block_sizes(vllm_config, kv_cache_config)[1],
         num_blocks=kv_cache_config.num_blocks,
         rank=vllm_config.parallel_config.rank,
         world_size=world_size,
@@ -305,7 +305,7 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         else:
             settings = MultiSettings(
                 load_policy(vllm_config, kv_cache_config),
-                vllm_config.cache_config.block_size,
+                block_sizes(vllm_config, kv_cache_config)[0],
                 following=following(child_configs(vllm_config)),
                 as_computed=as_computed,
             )

@@ -26,10 +26,10 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.
 
 Others must manage all layers as one group, which is their default."""
-WHY_NO_STATES = ""
+WHY_OLD = "that is only known to work with vLLM 0.32 and later"
+IS_OLD = (release_of(vllm_version) or NEWEST) < (0, 32)
+WHY_NO_STATES = WHY_OLD if IS_OLD else ""
 """Why the states of recurrent layers can't be served by this vLLM; empty: they may be."""
-if (release_of(vllm_version) or NEWEST) < (0, 32):
-    WHY_NO_STATES = "that is only known to work with vLLM 0.32 and later"
 STATES_ON_V2 = (
     "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
     "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -50,10 +50,16 @@ def kv_groups(
             "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
             "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
         )
+    sharing = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
     groups = [
-        (_group(i, group), sorted(group.layer_names))
+        (_group(i, group, sharing), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
+    if sharing > 1 and any(group.window for group, _ in groups):
+        raise ValueError(
+            f"kvtiers serves decode_context_parallel_size {sharing} with full attention alone. Set "
+            "it to 1, or start vLLM without kvtiers."
+        )
     if any(group.is_state for group, _ in groups):
         _refuse_states(groups)
     plain = len(groups) == 1 and groups[0][0].window is None
@@ -70,11 +76,12 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
     """Raise ValueError for what the engine's settings alone show that it can't be served."""
     refuse_model(vllm_config)
     parallel = vllm_config.parallel_config
-    for axis in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, axis, 1) > 1:
+    for axis, why in (("decode", WHY_OLD if IS_OLD else ""), ("prefill", "it was never run so")):
+        name = f"{axis}_context_parallel_size"
+        if why and (size := getattr(parallel, name, 1)) > 1:
             raise ValueError(
-                f"kvtiers does not serve context parallelism: {axis} is {getattr(parallel, axis)}. "
-                "Set it to 1, or start vLLM without kvtiers."
+                f"kvtiers does not serve {name} {size}: {why}. Set it to 1, or start vLLM without "
+                "kvtiers."
             )
     # Ranks before the last would never store: when it speculates, the V1 runner tells a rank to
     # save after the drafter has run, which is the last rank's part.
@@ -137,7 +144,8 @@ def _refuse_whole_prompts(vllm_config: VllmConfig) -> None:
         )
 
 
-def _group(index: int, group: Any) -> KVGroup:
+def _group(index: int, group: Any, sharing: int) -> KVGroup:
+    """`sharing`: ranks that each keep a part of a block's tokens, in a paged block of their own."""
     spec = group.kv_cache_spec
     kinds = [_kind(one) for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
     odd = sorted({kind for kind in kinds if isinstance(kind, str)})
@@ -150,7 +158,10 @@ def _group(index: int, group: Any) -> KVGroup:
             f"{index} of this model has {', '.join(odd) or 'layers of several kinds'} "
             f"(layers {', '.join(group.layer_names[:3])}, ...): start vLLM without kvtiers."
         )
-    return served.pop()._replace(tokens=spec.block_size)
+    tokens = spec.block_size
+    if sharing > 1:
+        tokens = kv_cache_utils.resolve_dcp_kv_block_size(spec, sharing)
+    return served.pop()._replace(tokens=tokens)
 
 
 def _kind(spec: Any) -> KVGroup | str:
@@ -184,9 +195,11 @@ def drops_last(vllm_config: VllmConfig) -> bool:
     return bool(drops())
 
 
-def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Return the tokens per entry of `Request.block_hashes`."""
+def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
+    """Return the tokens of a block of the scheduler, and per entry of `Request.block_hashes`."""
     resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
     if resolve is None:
-        return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-    return int(resolve(kv_cache_config, vllm_config)[1])
+        size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        return size, size
+    block, each_hash = resolve(kv_cache_config, vllm_config)
+    return block, each_hash

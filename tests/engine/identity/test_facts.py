@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from spec.chain import ChainSpec
-from tests.engine.vllm.tiny_vllm import QWEN_NEXT
-from tests.support.compatibility import Cells
+from tests.engine.vllm.tiny_vllm import QWEN_3, QWEN_NEXT
+from tests.engine.vllm.vllm_chains import transfer
+from tests.support.compatibility import Cells, engine_version
 from tests.support.lacking import refuse_threads
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
 from tiers.connector import assembly as chains
@@ -206,10 +207,16 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "can't be reused",
         ),
         (
-            "decode context parallelism",
+            "prefill context parallelism",
             [{}],
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size 2",
+        ),
+        (
+            "sliding windows with decode context parallelism",
+            [{"kind": "SlidingWindowSpec", "sliding_window": 96, "dcp_sharded": True}],
             {"decode_context_parallel_size": 2},
-            "decode_context_parallel_size is 2",
+            "full attention alone|0.32 and later",
         ),
         (
             "speculation in a pipeline, on Model Runner V1",
@@ -253,6 +260,7 @@ def test_what_can_t_be_served_is_named(
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=more.get("decode_context_parallel_size", 1),
+            prefill_context_parallel_size=more.get("prefill_context_parallel_size", 1),
             pipeline_parallel_size=more.get("pipeline_parallel_size", 1),
         ),
         speculative_config=more.get("speculative_config"),
@@ -311,6 +319,32 @@ def test_a_chain_is_told_so_by_vllm_s_own_configuration(
     assert overwrites(True, plain, states)
     assert not overwrites(True, plain)
     assert not overwrites(False, plain, states)
+
+
+@pytest.mark.vllm
+def test_ranks_that_share_out_tokens_have_longer_blocks(tmp_path: Path) -> None:
+    """A chain is told so, and a list of connectors, whatever they are."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from tiers.engine.vllm import KVTiersConnector, engine_info
+    from tiers.engine.vllm_settings import engine_config
+
+    role = KVConnectorRole.SCHEDULER
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3))
+    listed = transfer("KVTiersConnector", [transfer("ExampleConnector", [])])
+    words = "--skip-tokenizer-init --block-size 32 -tp 2 -dcp 2 --kv-transfer-config".split()
+    config = engine_config(tmp_path, [*words, json.dumps(listed)], None)
+    heads = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(block_size=32, **heads))]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert cast(Any, KVTiersConnector(config, role, cache))._block_tokens == 64
+    if engine_version() in ("0.29", "0.30", "0.31"):
+        with pytest.raises(ValueError, match=r"0\.32 and later"):
+            engine_info(config, cache, role, chain_of(cpu()))
+        return
+    info = engine_info(config, cache, role, chain_of(cpu()))
+    assert (info.block_tokens, info.hash_tokens, info.groups) == (64, 64, (KVGroup(64),))
 
 
 ROPE = "how its rotary embeddings are made is a fact"

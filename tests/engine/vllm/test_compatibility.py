@@ -20,6 +20,7 @@ from tests.engine.vllm.tiny_vllm import (
     GEMMA,
     LLAMA,
     MISTRAL,
+    QWEN_3,
     QWEN_NEXT,
     Batch,
     EngineFailed,
@@ -274,6 +275,33 @@ def test_a_pipeline_of_two(
     run = check(run_vllm, [batch], tiers, **stages)
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
     cells.loaded("pipeline parallel 2", f"TP {ranks}", run.loaded())
+
+
+@of_ranks
+def test_ranks_share_out_tokens(
+    run_vllm: Callable[..., Run],
+    tiny_model: Callable[..., Path],
+    tiers: list[dict[str, Any]],
+    cells: Cells,
+    ranks: int,
+) -> None:
+    """Of each block's 64 tokens a rank has every other."""
+    kind = "decode context parallel 2"
+    shared = {"decode_context_parallel_size": 2, **placed(ranks), **FEW}
+    shared |= {"model": str(tiny_model(QWEN_3)), "before": {"start": ["context_parallel"]}}
+    batch: Batch = [(prompt, 8) for prompt in PROMPTS]
+    if ranks == 1:
+        why = "tp_size=1 must be divisible by dcp_size=2"
+        with pytest.raises(EngineFailed, match=why):
+            run_vllm([batch], **shared)
+        cells.refused(kind, why, "TP 1", who="vLLM refuses")
+        return
+    if engine_version() in ("0.29", "0.30", "0.31"):
+        cells.refuses(kind, "TP 2", partial(run_vllm, [batch], tiers=tiers, **shared))
+        return
+    run = check(run_vllm, [batch], tiers, **shared)
+    assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
+    cells.loaded(kind, "TP 2", run.loaded())
 
 
 @of_ranks

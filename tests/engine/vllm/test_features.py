@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.vllm.checkpoints import write_int4, write_mtp
-from tests.engine.vllm.tiny_vllm import LLAMA, Run, documents
+from tests.engine.vllm.checkpoints import write_int4, write_model, write_mtp
+from tests.engine.vllm.tiny_vllm import LLAMA, QWEN_3, Run, documents
 from tests.engine.vllm.vllm_chains import cpu, disk
+from tests.support.compatibility import engine_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
@@ -19,6 +20,8 @@ END = documents(1, 25, seed=9)[0]
 PROMPTS = [[(document + END, 8)] for document in documents(3, 576)]
 """What is before their ends must matter."""
 COMPLETE = 3 * 576
+BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+IS_OLD = engine_version() in ("0.29", "0.30", "0.31")
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
 
@@ -36,6 +39,12 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
     guessing = {"model": str(write_mtp(folder / "mtp", LLAMA)), "speculative_config": MTP}
     # vLLM computes the last block anew.
     found["its own guesses (MTP)"] = (guessing, COMPLETE - 3 * 32)
+    # Both have blocks of 64 tokens, of which each of these ranks has all, or its part.
+    two = {"model": str(write_model(folder, QWEN_3)), "tensor_parallel_size": 2, "env": BOUND}
+    found["blocks of 64 tokens on two ranks"] = ({**two, "block_size": 64}, COMPLETE)
+    if not IS_OLD:
+        two |= {"decode_context_parallel_size": 2, "before": {"start": ["context_parallel"]}}
+        found["tokens shared out among two ranks"] = (two, COMPLETE)
     if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
         for kind in ("fp8", "fp8_e5m2"):
             found[f"KV as {kind}"] = ({"kv_cache_dtype": kind}, COMPLETE)
@@ -46,14 +55,14 @@ def test_each_finds_its_own_blocks_alone(
     run_vllm: Callable[..., Run], tiny_llama: Path, tmp_path: Path
 ) -> None:
     tiers = [cpu(), disk(tmp_path / "disk")]
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     forget = {"told": {3: [("reset_prefix_cache", {})]}, "on_reset": "keep"}
-    for name, (options, expected) in features(tiny_llama, tmp_path).items():
-        plain = run_vllm(PROMPTS, env=env, **options)
+    for name, (own, expected) in features(tiny_llama, tmp_path).items():
+        options = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, **own}
+        plain = run_vllm(PROMPTS, **options)
         assert len({tuple(one) for (one,) in plain.tokens}) == 3, name
-        first = run_vllm(PROMPTS * 2, tiers, env=env, **forget, **options)
+        first = run_vllm(PROMPTS * 2, tiers, **forget, **options)
         assert first.tokens == plain.tokens * 2, name
         assert first.loaded() == {"cpu": expected}, name
-        again = run_vllm(PROMPTS, tiers, env=env, **options)
+        again = run_vllm(PROMPTS, tiers, **options)
         assert again.tokens == plain.tokens, name
         assert again.loaded() == {"disk": expected} == {"disk": again.external_hits}, name

@@ -65,6 +65,13 @@ MISTRAL = {
 }
 """Windows only: one KV cache group."""
 
+QWEN_3 = {
+    **LLAMA,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 1,
+}
+"""One head of KV: tensor-parallel ranks have the same KV, unless they share out tokens."""
 
 QWEN_NEXT = {
     **STATES,

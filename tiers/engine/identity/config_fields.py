@@ -154,10 +154,11 @@ FIELDS = {
         {
             OWN: "eplb_config fault_tolerance_config",
             BY_RANK: "world_size rank",
-            REFUSED: "prefill_context_parallel_size decode_context_parallel_size "
-            "dcp_comm_backend dcp_q_replicate _allow_auto_resolve_cp_interleave_size",
-            ROUNDING: "enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling "
-            "enable_eplb expert_placement_strategy all2all_backend disable_custom_all_reduce",
+            REFUSED: "prefill_context_parallel_size",
+            BY_LAYOUT: "decode_context_parallel_size",
+            ROUNDING: "dcp_comm_backend dcp_q_replicate enable_hc_sp enable_expert_parallel "
+            "enable_batch_sharded_sampling enable_eplb expert_placement_strategy all2all_backend "
+            "disable_custom_all_reduce",
             SCHEDULING: "dp_sync_interval enable_dbo ubatch_size dbo_decode_token_threshold "
             "dbo_prefill_token_threshold disable_nccl_for_dp_synchronization is_moe_model "
             "distributed_timeout_seconds cpu_distributed_timeout_seconds enable_fault_tolerance",
@@ -170,7 +171,7 @@ FIELDS = {
             "placement_group distributed_executor_backend master_addr master_port node_rank "
             "nnodes numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids "
             "_data_parallel_master_port_list _coord_store_port _api_process_count "
-            "_api_process_rank",
+            "_api_process_rank _allow_auto_resolve_cp_interleave_size",
         },
     ),
     "LoadConfig": Fields(
