@@ -165,7 +165,8 @@ def _group(index: int, group: Any, sharing: int) -> KVGroup:
 
 
 def _kind(spec: Any) -> KVGroup | str:
-    """Return how a layer's KV is kept, and of a layer that can't be served the name of its kind."""
+    """Return how a layer's KV is kept, and of a layer that can't be served the name of its kind.
+    Raises ValueError for states that can be served, with other settings."""
     name = type(spec).__name__
     if getattr(spec, "non_causal", False):
         return f"non-causal {name}"
@@ -178,9 +179,13 @@ def _kind(spec: Any) -> KVGroup | str:
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
         return KVGroup(spec.block_size, int(window))
     if name in _STATE:
-        if spec.mamba_cache_mode == "align":
-            return KVGroup(spec.block_size, spec.block_size, is_state=True)
-        return f"{name} with mamba_cache_mode {spec.mamba_cache_mode}"
+        if spec.mamba_cache_mode != "align":
+            raise ValueError(
+                "kvtiers serves recurrent states of mamba_cache_mode align, not "
+                f"{spec.mamba_cache_mode}. Leave --no-enable-prefix-caching and --mamba-cache-mode "
+                "out."
+            )
+        return KVGroup(spec.block_size, spec.block_size, is_state=True)
     return name
 
 

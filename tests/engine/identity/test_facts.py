@@ -228,7 +228,7 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "recurrent states without prefix caching",
             [{**STATE, "mamba_cache_mode": "none"}],
             {},
-            "MambaSpec with mamba_cache_mode",
+            "mamba_cache_mode align, not none. Leave --no-enable-prefix-caching",
         ),
         (
             "recurrent states in blocks of another size",
