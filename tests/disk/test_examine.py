@@ -97,6 +97,8 @@ def test_a_tier_with_blocks_is_left_as_it_was(tmp_path: Path) -> None:
     before = everything(tmp_path)
     assert "it holds 4 blocks, 4.016MiB" in findings(tmp_path / "kv")["fine"]
     assert everything(tmp_path) == before
+    (tmp_path / "kv" / "owners").rmdir()  # as in a copy that leaves empty folders out
+    assert "it holds 4 blocks, 4.016MiB" in findings(tmp_path / "kv")["fine"]
 
 
 def test_beside_an_engine(tmp_path: Path) -> None:

@@ -75,7 +75,11 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
     dead: list[Path] = []
     rebooted = unsynced_crash = False
     refusal = None
-    for file in owners.iterdir():
+    try:
+        files = list(owners.iterdir())
+    except FileNotFoundError:  # a copy of a closed tier may leave out a folder with nothing in it
+        files = []
+    for file in files:
         name = _NAME.match(file.name)
         if name is None:
             continue
