@@ -333,8 +333,9 @@ def test_ranks_that_share_out_tokens_have_longer_blocks(tmp_path: Path) -> None:
     role = KVConnectorRole.SCHEDULER
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3))
     listed = transfer("KVTiersConnector", [transfer("ExampleConnector", [])])
-    words = "--skip-tokenizer-init --block-size 32 -tp 2 -dcp 2 --kv-transfer-config".split()
-    config = engine_config(tmp_path, [*words, json.dumps(listed)], None)
+    words = ["--skip-tokenizer-init", "--block-size", "32", "-tp", "2", "-dcp", "2"]
+    words += ["--kv-transfer-config", json.dumps(listed)]
+    config = engine_config(tmp_path, words, None)
     heads = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(block_size=32, **heads))]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
