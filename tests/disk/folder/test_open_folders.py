@@ -24,10 +24,12 @@ from tests.disk.audit import (
     refused,
     run_mounted,
 )
+from tiers.concurrency.file_locks import release, try_lock
 from tiers.control.control_server import short_path
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.folder.open_folders import open_folders
+from tiers.disk.index import mapped
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnusable
 
@@ -292,3 +294,26 @@ def test_the_spec_needs_no_lmdb() -> None:
     code = "import sys, tiers.disk.spec; raise SystemExit('lmdb' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_a_large_index_is_read_into_memory_while_others_may_open_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cold one of 1.5 GB takes a second, and nobody waits longer for the folder's lock."""
+    with opened(tmp_path, slots=400) as store:
+        for number in range(0, 400, 50):
+            put(store, keys(*range(number, number + 50)))
+    held: list[tuple[int, bool]] = []
+
+    def lock_memory(start: int, length: int) -> int:
+        handle = os.open(tmp_path / "lock", os.O_RDWR)
+        held.append((length, try_lock(handle)))
+        release(handle)
+        return 0
+
+    monkeypatch.setattr(mapped, "_mlock", lock_memory)
+    with opened(tmp_path, slots=400) as store:
+        size = (tmp_path / "index.mdb").stat().st_size
+        assert sum(length for length, is_free in held if is_free) >= size
+        assert sum(length for length, is_free in held if not is_free) < size
+        assert get(store, keys(*range(50))) == [True] * 50

@@ -338,6 +338,7 @@ class OpenFolder:
             )
         if capacity is not None:
             self.resize(capacity)
+        self.index.keep_all()
         self.index.wait = WAIT_S
         self.upkeep.start()
 

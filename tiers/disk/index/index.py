@@ -169,7 +169,7 @@ class Index:
         # Without it LMDB could be closed under a transaction. Never held during I/O.
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._refuses = False
+        self._refuses = self._keeps_all = False
         # Keeps this process's writers apart, since a record lock is of the process. Held during
         # I/O, and waited for as the record lock is.
         self._writing = threading.Lock()
@@ -206,14 +206,22 @@ class Index:
             raise Damaged(f"{self._path} has {size} bytes, {need} expected")
 
     def _hold(self) -> None:
-        """Keep what is mapped in memory; the index as it grows."""
+        """Keep what is mapped in memory; the index from `keep_all` on."""
         Mapped(Path(f"{self._path}-lock")).hold(_LOCK_BYTES)
         self._map = Mapped(self._path)
+
+    def keep_all(self) -> None:
+        """Keep the index in memory from now on, as it grows. To read a large one takes seconds.
+        Raises OSError."""
+        self._map.hold(os.fstat(self._file).st_size)
+        self._keeps_all = True
 
     def _hold_grown(self) -> None:
         """Keep what the index has grown by, too. Raises OSError where XFS has shut down: then it
         kills who changes a page of LMDB's lock file, as each transaction does."""
-        self._map.hold(os.fstat(self._file).st_size)
+        size = os.fstat(self._file).st_size
+        if self._keeps_all:
+            self._map.hold(size)
 
     def _require_format(self) -> None:
         found = b"of another program"
@@ -394,6 +402,7 @@ class Index:
         self._env = self._open()
         self._require_whole_file()
         self._hold()
+        self.keep_all()
         self._open_tables()
         self._refuses = False
         logger.warning("%s was opened anew after an error of the device", self._path)
