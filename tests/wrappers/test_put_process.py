@@ -285,6 +285,32 @@ def test_a_folder_whose_lock_another_process_has_is_tried_again(
         os.close(lock)
 
 
+OPENS_LATER = """
+from tiers.disk.spec import DiskSpec
+from tiers.errors import TierUnavailable
+really, tries = DiskSpec.open, []
+def late(spec, site):
+    tries.append(site)
+    if len(tries) < 3:
+        raise NAME("for now")
+    return really(spec, site)
+DiskSpec.open = late
+serve("""
+
+
+@pytest.mark.parametrize("name", ["TierUnavailable", "OSError"])
+def test_what_can_not_be_opened_for_now_is_tried_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the engine: else it would put the blocks itself from then on."""
+    late = OPENS_LATER.replace("NAME", name)
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", late))
+    with closing(opened(spec(tmp_path))) as store:
+        monkeypatch.setattr(type(store._inner), "put", None)
+        assert put(store, keys()) == [True] * 3
+        assert not in_the_engine(store)
+
+
 # -- it can be had, wherever the engine runs -------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from spec.errors import reason_of
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers.concurrency.beside import offered, receive, send, serving
-from tiers.errors import TierNotOpen, TierUnusable
+from tiers.errors import TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.slots import slot_stride
 from tiers.store import (
@@ -32,6 +32,7 @@ from tiers.store import (
     each,
 )
 from tiers.wrappers.opening import open_for_puts
+from tiers.wrappers.reopening import FOR_NOW
 
 MOST_LINES = 1000
 """Log lines that wait for the next answer; of more the oldest are lost."""
@@ -100,7 +101,7 @@ class _Server:
         while self._store is None:
             try:
                 self._store = open_for_puts(spec, site, message["in_records"])
-            except TierNotOpen:  # for now, as beside a process that stands still
+            except FOR_NOW:  # as beside a process that stands still
                 if self._arrivals.poll(1000):  # the engine says that it ends
                     raise
         self._stack.callback(self._store.close)
