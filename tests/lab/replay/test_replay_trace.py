@@ -73,6 +73,17 @@ def test_simulation_and_replay_agree(policy: str, when: str) -> None:
     assert simulated.ttft_p50 == pytest.approx(real.ttft_p50, rel=0.2)
 
 
+@pytest.mark.parametrize("paused", ["reads", "writes", "both"])
+def test_they_agree_about_a_tier_that_is_paused(paused: str) -> None:
+    tiers, requests = chain(cpu(60), disk(400, paused=paused)), chats(3)
+    small = machine(engine_cache=60 * BLOCK_BYTES)
+    real, simulated = (do(requests, SIZE, tiers, small) for do in (replay, simulate))
+    assert real.hit_tokens["disk"] == simulated.hit_tokens["disk"] == 0
+    assert simulated.hit_tokens == pytest.approx(real.hit_tokens, abs=real.prompt_tokens / 100)
+    stored = [report.tiers[1].stored_bytes > 0 for report in (real, simulated)]
+    assert stored == [paused == "reads"] * 2
+
+
 @pytest.mark.parametrize("own", [60, 100])
 def test_they_agree_where_stores_lag_and_drop(own: int) -> None:
     slow = machine().tiers["disk"].model_copy(update={"store_bandwidth": 1e6})

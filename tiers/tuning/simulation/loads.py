@@ -124,7 +124,7 @@ class Loads:
         self._comparison.shares = chain.load_policy == "stitched" and len(tiers) > 1
         self._masks, self._lengths = workload.masks, workload.lengths
         self._tiers = tiers
-        self._placed = list(enumerate(tiers))
+        self._placed = [p for p in enumerate(tiers) if p[1].spec.paused in (None, "writes")]
         self.waiting = 0
         """Prompts that have come and not begun."""
         self._max_wait = chain.max_wait
@@ -159,14 +159,14 @@ class Loads:
 
     def any_has(self, run: int, skip: int, now: float) -> bool:
         """Whether a tier has this block of this run by now."""
-        for tier in self._tiers:
+        for _, tier in self._placed:
             # Refused blocks may find room as stores end, sooner than the step's own offer.
             if tier.known[run] >> skip & 1 or tier.refused:
                 break
         else:
             return False
         self.drain(now)
-        return any(tier.held[run] >> skip & 1 for tier in self._tiers)
+        return any(tier.held[run] >> skip & 1 for _, tier in self._placed)
 
     def drain(self, now: float) -> None:
         for tier in self._tiers:

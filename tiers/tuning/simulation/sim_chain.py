@@ -29,6 +29,7 @@ class SimTier:
     write_budget: float | None = None
     ttl: float | None = None
     admission: str = "threshold"
+    paused: str | None = None
     loads_at_once: int = LOADS_AT_ONCE
 
     @classmethod

@@ -214,6 +214,7 @@ class SimEngine:
         self.served: list[Served] = []
         """The counted requests, in the order in which their prompts ended."""
         self._room_wait = RoomWait()
+        self._storing = [tier for tier in tiers if tier.spec.paused in (None, "reads")]
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
         self._chain = chain
@@ -319,7 +320,7 @@ class SimEngine:
 
     def _offer(self, batch: Batch) -> list[tuple[SimulatedTier, Job]]:
         """Offer the tiers the blocks of a step; the stores that begin when it ends."""
-        now, size, tiers = self.now, self._size, self.tiers
+        now, size, tiers = self.now, self._size, self._storing
         jobs: list[tuple[SimulatedTier, Job]] = []
         self._loads.drain(now)
         if len(batch) > 1:
@@ -389,7 +390,7 @@ class SimEngine:
         prompt.parts = ()
         if not self._chain.stores_answers:
             return
-        for tier in self.tiers:
+        for tier in self._storing:
             tier.drain(self.now)
             if job := tier.offer(prompt, offer, self.now):
                 tier.submit(job, self.now)
