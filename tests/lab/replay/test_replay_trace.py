@@ -85,6 +85,14 @@ def test_they_agree_about_a_tier_that_is_paused(paused: str) -> None:
 
 
 @pytest.mark.parametrize("own", [60, 100])
+def test_they_agree_where_the_engines_own_blocks_are_not_stored_again(own: int) -> None:
+    tiers, requests = chain(cpu(60), disk(400), store="computed"), chats(3)
+    on = machine(engine_cache=own * BLOCK_BYTES)
+    real, simulated = (do(requests, SIZE, tiers, on) for do in (replay, simulate))
+    assert simulated.hit_tokens == pytest.approx(real.hit_tokens, abs=real.prompt_tokens / 50)
+
+
+@pytest.mark.parametrize("own", [60, 100])
 def test_they_agree_where_stores_lag_and_drop(own: int) -> None:
     slow = machine().tiers["disk"].model_copy(update={"store_bandwidth": 1e6})
     links = dict(machine().tiers) | {"disk": slow}

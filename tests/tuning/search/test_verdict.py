@@ -94,7 +94,7 @@ CHAINS = st.builds(
     promote=st.booleans(),
     max_wait=st.sampled_from([10.0, 3.0]),
     staging=SIZES,
-    stores_answers=st.booleans(),
+    store=st.sampled_from(("all", "prompt", "computed")),
 )
 
 

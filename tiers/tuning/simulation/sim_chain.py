@@ -49,7 +49,7 @@ class SimChain:
     promote: bool = True
     max_wait: float = 10.0
     staging: int | None = None
-    stores_answers: bool = True
+    store: str = "all"
     load_when: str = "sooner"
 
     @classmethod
@@ -60,6 +60,6 @@ class SimChain:
             spec.promote,
             spec.max_wait,
             spec.staging,
-            spec.store != "prompt",
+            spec.store,
             spec.load_when,
         )

@@ -388,7 +388,7 @@ class SimEngine:
         offer = prompt.offer(last, self.workload)
         self._cache.know(prompt, prompt.parts, last - prompt.blocks)
         prompt.parts = ()
-        if not self._chain.stores_answers:
+        if self._chain.store == "prompt":
             return
         for tier in self._storing:
             tier.drain(self.now)
@@ -423,6 +423,8 @@ class SimEngine:
         prompt.done = known * self._size
         if not self._chain.promote:
             prompt.offered = known
+        elif self._chain.store == "computed":
+            prompt.offered, prompt.offers_from = prompt.own // self._size, at
         return Beginning.COMPUTES if verdict.plan is None else Beginning.LOADS
 
     def _end_load(self, prompt: Prompt) -> None:

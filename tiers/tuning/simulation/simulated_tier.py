@@ -194,7 +194,7 @@ class SimulatedTier:
         self.counts.dropped -= blocks
         self._room -= blocks
         self._budget_left -= blocks
-        return parts, blocks, prompt.path
+        return parts, blocks, prompt.offered_path
 
     def submit(self, job: Job, now: float) -> None:
         """The blocks of a job are in their slots: they wait for the link."""

@@ -135,7 +135,9 @@ class Prompt:
     loads: int = 0
     """Blocks that it set out to load."""
     offered: int = 0
-    """Blocks offered to the tiers."""
+    """Blocks offered to the tiers, or left out."""
+    offers_from: int = 0
+    """The first run of its path of which it offers blocks."""
     parts: Sequence[Part] = ()
     """Blocks that the step in flight completes."""
     reserved: int = 0
@@ -145,10 +147,14 @@ class Prompt:
     woken: list[Prompt] = field(default_factory=list)
     """Prompts that wait for the load of this one."""
 
+    @property
+    def offered_path(self) -> Sequence[int]:
+        return self.path[self.offers_from :]
+
     def offer(self, last: int, workload: Workload) -> Offer:
         """The blocks from `offered` on to `last`, which is beyond it and becomes `offered`."""
         self.parts = parts = self.between(self.offered, last, workload)
-        job = parts, last - self.offered, self.path
+        job = parts, last - self.offered, self.offered_path
         self.offered = last
         return job, [run for run, blocks in parts if blocks & 1]
 
