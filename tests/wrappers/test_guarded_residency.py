@@ -124,6 +124,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "admit raises": {"admit": raises},
     "discard raises": {"discard": raises},
     "clear raises": {"clear": raises},
+    "demote raises": {"demote": raises},
+    "demote counts too many": {"demote": lambda self, keys: len(keys) + 1},
+    "demote counts nothing": {"demote": lambda self, keys: None},
     "clear clears nothing": {"clear": lambda self: []},
     "idle raises": {"idle": raises},
     "evicting raises": {"evict_one": raises},
@@ -149,6 +152,7 @@ def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCapt
         slots = made.prepare_load([key(number)])
         made.complete_load(slots)
         made.touch_and_list_missing([key(number)])
+        made.demote([key(number)])
     made.discard(key(SLOTS - 1))
     made.reset()
     assert made.health() is FAILED
@@ -194,6 +198,24 @@ def test_random_use_leaks_no_slot() -> None:
             made.discard(key(number))
         assert pool.in_use == made.slots_kept() <= CAPACITY
     assert made.health().reads_up
+
+
+class Hinted(Fifo):
+    """Evicts next what it is told to."""
+
+    def demote(self, keys: Sequence[bytes]) -> int:
+        found = [key for key in reversed(keys) if key in self.slots]
+        self.slots = {**{key: self.slots[key] for key in found}, **self.slots}
+        return len(found)
+
+
+def test_a_plugin_s_tier_that_takes_hints_has_them() -> None:
+    evicted: list[bytes] = []
+    made, pool = manager(Hinted, evicted.append)
+    assert all(store(made, pool, number) for number in range(CAPACITY))
+    assert made.demote([key(2), key(3), key(9)]) == 2
+    assert all(store(made, pool, number) for number in (10, 11))
+    assert evicted == [key(3), key(2)] and made.health().reads_up
 
 
 class Hasty(Fifo):

@@ -15,7 +15,7 @@ from typing import TypeVar
 from spec.errors import describe_error
 from spec.offloading import HostSpec
 from tiers.errors import TierError, TierUnusable
-from tiers.host.slots import Residency, SlotPool
+from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import FAILED, HEALTHY, Health
 from tiers.wrappers.opening import log_name
 
@@ -107,6 +107,18 @@ class GuardedResidency:
 
     def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
         self._ask(lambda: self._residency.admit(key, slot, predecessor), None)
+
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """As the plugin, if it takes hints."""
+        residency = self._residency
+
+        def ask() -> int:
+            found: object = residency.demote(keys) if isinstance(residency, Demotes) else 0
+            if type(found) is not int or not 0 <= found <= len(keys):
+                raise TierError(f"demote answered {found!r:.100} of {len(keys)} blocks")
+            return found
+
+        return self._ask(ask, 0)
 
     def discard(self, key: bytes) -> None:
         self._ask(lambda: self._residency.discard(key), None)
