@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from spec.fields import format_size
@@ -71,6 +72,9 @@ def _try_out(bucket: DirectoryBucket) -> Iterator[DoctorFinding]:
         times = sorted(timed(lambda: bucket.read(name, 0, [index]))[0] for _ in range(LOOKUPS))
     finally:
         bucket.delete([name])
+        with suppress(OSError):
+            for folder in [*Path(bucket.describe(), name).parents][:2]:
+                folder.rmdir()
     middle, worst = times[len(times) // 2] * 1e3, times[-1] * 1e3
     yield DoctorFinding(
         "fine",

@@ -30,7 +30,7 @@ def open_client(
     parts = urlsplit(url)
     try:
         if parts.scheme == "file":
-            return LocalStore(parts.path, mkdir=True)
+            return LocalStore(parts.path, automatic_cleanup=True, mkdir=True)
         revealed = {name: secret.reveal() for name, secret in secrets.items()}
         return _STORES[parts.scheme](
             parts.netloc,
