@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from tiers.connector import observers
 from tiers.connector.multi import changes
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.changes import ChangeReport
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.stats import STATES
@@ -69,8 +70,11 @@ def worker_changes(engine: ReplayEngine, rank: int) -> Any:
     return engine.workers[rank].connector._chain_changes  # type: ignore[attr-defined]
 
 
-def test_the_order_and_the_policy_take_effect_in_one_step(tmp_path: Path) -> None:
+def test_the_order_and_the_policy_take_effect_in_one_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     a, b = both(tmp_path)
+    caplog.set_level(logging.INFO)
     with running(chain_of(a, b, load_policy="first")) as engine:
         served(engine, PROMPT)
         assert served(engine, PROMPT) == {"cpu": WHOLE}
@@ -78,6 +82,7 @@ def test_the_order_and_the_policy_take_effect_in_one_step(tmp_path: Path) -> Non
         assert not pending.wait(0)
         engine.step()
         assert pending.wait(0) and (pending.version, pending.why) == (2, "")
+        assert "has version 2: load priority disk, cpu" in caplog.text
         assert served(engine, PROMPT) == {"disk": WHOLE}
         change(engine, chain_of(a, b, load_policy="longest"))
         assert served(engine, PROMPT) == {"cpu": WHOLE}
@@ -135,32 +140,42 @@ def test_several_tiers_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             served(engine, PROMPT)
             assert all(measured(engine, "stored_blocks", name) for name in ("fast", "large"))
             assert not change(engine, chain_of(cpu(8))).why
+        assert not change(engine, chain_of(cpu(8), load_policy="first")).why
+        left = engine.connector.children[1:]  # type: ignore[union-attr]
+        assert [type(child).__name__ for child in left] == ["AbsentTier"] * 2, "they stay away"
     assert opened == [[0, 1]] * 4, "for each rank once"
 
 
-@pytest.fixture
-def closes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until it is set no tier of a scheduler closes, and changes do not wait for one that does."""
-    closes, shutdown = threading.Event(), OffloadingScheduler.shutdown
+@pytest.fixture(params=[(OffloadingScheduler, "shutdown"), (OffloadingWorker, "detach")])
+def closes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[threading.Event]:
+    """Until it is set no tier of a scheduler closes, or of no rank, and changes do not wait for one
+    that does."""
+    half, verb = request.param
+    closes, close = threading.Event(), getattr(half, verb)
 
-    def slowly(tier: OffloadingScheduler) -> None:
+    def slowly(tier: Any) -> None:
         assert closes.wait(60)
-        shutdown(tier)
+        close(tier)
 
-    monkeypatch.setattr(OffloadingScheduler, "shutdown", slowly)
+    monkeypatch.setattr(half, verb, slowly)
     monkeypatch.setattr(changes, "DRAIN_SECONDS", 0.0)
     yield closes
     closes.set()
 
 
+def step_until(engine: ReplayEngine, is_so: Callable[[], bool]) -> None:
+    def stepped() -> bool:
+        engine.step()
+        return is_so()
+
+    wait_until(stepped)
+
+
 def until_left(engine: ReplayEngine) -> None:
     """Step until no tier is leaving."""
-
-    def has_left() -> bool:
-        engine.step()
-        return not changes_of(engine)._leaving
-
-    wait_until(has_left)
+    step_until(engine, lambda: not changes_of(engine)._leaving)
 
 
 def test_a_tier_that_is_slow_to_close_keeps_no_other_change_waiting(
@@ -171,6 +186,9 @@ def test_a_tier_that_is_slow_to_close_keeps_no_other_change_waiting(
         served(engine, PROMPT)
         left = change(engine, chain_of(a))
         assert (left.why, left.remains) == ("", ("disk",))
+        leaving = changes_of(engine)._leaving[1]
+        step_until(engine, lambda: len(leaving.left) == 2 or bool(leaving.closing.done()))  # type: ignore[union-attr]
+        engine.step()  # the ranks have closed it, or the scheduler has
         assert "still has blocks in flight" in ask_for(engine, chain_of(a, b)).why
         monkeypatch.setattr(changes, "DRAIN_SECONDS", 60.0)
         other = ask_for(engine, chain_of(a, load_policy="first"))
@@ -327,7 +345,9 @@ def test_the_only_tier_is_opened_anew(tmp_path: Path) -> None:
         assert served(engine, PROMPT)["disk"] > 0
 
 
-def test_one_that_fails_on_a_rank_is_closed_on_all(tmp_path: Path) -> None:
+def test_one_that_fails_on_a_rank_is_closed_on_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     a, b = both(tmp_path / "disk")
     wrong = chain_of(disk(tmp_path / "other", TOO_SMALL)).tiers[0]
     with running(chain_of(a), ranks=2) as engine:
@@ -337,10 +357,14 @@ def test_one_that_fails_on_a_rank_is_closed_on_all(tmp_path: Path) -> None:
         second._parts = replace(whole, make=lambda tier: whole.make(wrong))
         pending = change(engine, chain_of(b, a))
         assert pending.version == 1 and "rank 1" in pending.why and TOO_SMALL in pending.why
+        assert "goes on without it" not in pending.why, "the chain is as it was"
+        assert f"a change of the chain was refused: {pending.why}" in caplog.text
         assert changes_of(engine).chain == chain_of(a)
         for worker in engine.workers:
             assert len(worker.connector.children) == 1  # type: ignore[attr-defined]
         assert served(engine, PROMPT) == {"cpu": WHOLE}
+        assert not change(engine, chain_of(a, load_policy="first")).why
+        assert len(tiers_of(engine)) == 1, "another change does not bring it"
         wait_until(lambda: not list((tmp_path / "disk" / "owners").glob("*")))
         second._parts = whole
         assert not change(engine, chain_of(b, a)).why, "the folder is free again"
@@ -408,6 +432,8 @@ def test_one_that_can_neither_be_opened_anew_nor_go_back_is_left_out(tmp_path: P
         assert "the chain goes on without it" in pending.why and TOO_SMALL in pending.why
         assert changes_of(engine).chain == chain_of(a) and pending.version == 2
         first._parts = whole
+        for rank in range(2):  # the other may have begun to open it by now
+            worker_changes(engine, rank)._closer.submit(int).result()
         wait_until(lambda: not list((tmp_path / "owners").glob("*")))
         assert not change(engine, chain_of(a, b)).why
         assert served(engine, PROMPT)["disk"] > 0

@@ -304,7 +304,7 @@ class Changes:
         self._until = self._now() + PREPARE_SECONDS
         if not stage.attach and not stage.retune:
             return self._commit(pending, stage)
-        names, free = list(self._half.names), len(self._half.names)
+        names, free = self._half.names, len(self._half.names)
         attach: dict[int, OffloadingSpec] = {}
         for name, tier in stage.attach.items():
             place = names.index(name) if name in names else free
@@ -336,9 +336,7 @@ class Changes:
         self._opening = self._threads.submit(open_all) if tiers else None
 
     def _commit(self, pending: PendingChange, stage: Stage) -> list[ChangeOrder]:
-        half, orders = self._half, list[ChangeOrder]()
-        if self._attached or stage.retune:
-            orders = [self._order("commit", stage, {})]
+        half, orders = self._half, [self._order("commit", stage, {})]
         for place, (name, tier) in self._attached.items():
             half.put_child(place, name, tier)
         self._attached = {}
