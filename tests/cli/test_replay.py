@@ -128,6 +128,19 @@ def test_that_ghosts_are_not_replayed_is_said(
     assert "ghost" not in ran.out
 
 
+@pytest.mark.parametrize("how", [[], ["--real"]])
+def test_a_real_replay_says_that_nothing_expires(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path, how: list[str]
+) -> None:
+    """It served what a ttl of the trace's time had ended long before."""
+    chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.yaml"
+    chain.write_text("{version: 1, tiers: [{type: redis, url: 'redis://nowhere', ttl: 1m}]}")
+    profile.write_text(PROFILE + "  redis: {load_bandwidth: 5GB/s, store_bandwidth: 3GB/s}\n")
+    ran = kvtiers("replay", *arguments, *how)
+    told = "nothing expires with --real: a ttl passes in this machine's time\n"
+    assert (ran.status, ran.err) == (0, told if how else "")
+
+
 def test_what_this_machine_cannot_do_is_said(
     kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
 ) -> None:

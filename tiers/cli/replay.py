@@ -96,6 +96,8 @@ def replay(
         typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
     if chain.ghosts:
         typer.echo("ghosts are not replayed: curve is exact", err=True)
+    if real and any(getattr(tier, "ttl", None) for tier in chain.tiers):
+        typer.echo("nothing expires with --real: a ttl passes in this machine's time", err=True)
     typer.echo(table(report))
     write_result(json_file, report.to_json())
 
