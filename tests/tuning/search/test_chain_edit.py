@@ -80,3 +80,10 @@ def test_what_can_t_be_edited_is_refused() -> None:
     text += "tiers: [{type: cpu, capacity: 1GiB}, {type: disk, path: /kv, capacity: 20GB}]\n"
     with pytest.raises(CannotEdit, match="by hand"):
         changed(text, promote=True)
+    keys = "version: 1\ntiers:\n  - ? type\n    : cpu\n    ? capacity\n    : 1GiB\n"
+    with pytest.raises(CannotEdit, match="by hand"):
+        changed(
+            keys + "  - {type: disk, path: /kv, capacity: 20GB}\n",
+            eviction="arc",
+            store_threshold=2,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -24,23 +25,21 @@ class CannotEdit(KVTiersError):
 def edited(text: str, present: ChainSpec, new: SimChain, budget: Budget) -> str:
     """Return the YAML of the present chain, changed to `new`, whose tiers that are not in `present`
     have the settings of the budget's media. Comments and all other keys stay. Raises CannotEdit."""
-    now = SimChain.of(present)
-    result = text
-    for key in CHOSEN:
-        if getattr(new, key) != getattr(now, key):
-            result = _set(result, (), key, str(getattr(new, key)).lower())
-    places = {tier.type: place for place, tier in enumerate(now.tiers)}
-    for tier in new.tiers:
-        if (place := places.get(tier.type)) is not None:
-            size = size_key(type(present.tiers[place]))
-            for key, value in _differing(now.tiers[place], tier, size):
-                result = _set(result, ("tiers", place), key, value)
-    if [tier.type for tier in new.tiers] != [tier.type for tier in now.tiers]:
-        result = _ordered(result, new, places, budget)
-    try:
+    result, is_right = text, False
+    with suppress(ValueError, yaml.YAMLError):  # what an edit left may be no YAML
+        now = SimChain.of(present)
+        for key in CHOSEN:
+            if getattr(new, key) != getattr(now, key):
+                result = _set(result, (), key, str(getattr(new, key)).lower())
+        places = {tier.type: place for place, tier in enumerate(now.tiers)}
+        for tier in new.tiers:
+            if (place := places.get(tier.type)) is not None:
+                size = size_key(type(present.tiers[place]))
+                for key, value in _differing(now.tiers[place], tier, size):
+                    result = _set(result, ("tiers", place), key, value)
+        if [tier.type for tier in new.tiers] != [tier.type for tier in now.tiers]:
+            result = _ordered(result, new, places, budget)
         is_right = SimChain.of(parse_chain(result)) == new
-    except ValueError:
-        is_right = False
     if not is_right:
         raise CannotEdit(
             "the chain's file is written so that it can't be edited: change it by hand"
