@@ -27,6 +27,7 @@ from tiers.lab.replay.model import VOCABULARY
 from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.trace import TraceRequest
+from tiers.tuning.search.chain_edit import CannotEdit
 from tiers.tuning.search.tune import TuneOptions
 
 Kvtiers = Callable[..., Ran]
@@ -150,6 +151,16 @@ def test_a_larger_tier_is_advised_where_documents_do_not_fit(
     ran = kvtiers(*arguments(served, "--json", all_of_it))
     sizes = json.loads(all_of_it.read_text())["tuned"]["sizes"]["cpu"]
     assert ran.status == 0 and 400 << 10 < sizes[0] <= 600 << 10
+
+    def refuse(*_: object) -> str:
+        raise CannotEdit("by hand")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiers.tuning.search.chain_edit.edited", refuse)
+        ran = kvtiers(*arguments(served, "--output", new, "--json", all_of_it))
+    found = json.loads(all_of_it.read_text())
+    assert (ran.status, ran.err, found["verdict"]) == (1, "by hand\n", "change")
+    assert "Change: cpu" in ran.out and "yaml" not in found, "the advice of minutes was lost"
     served.file.write_text(new.read_text())
     ran = kvtiers(*arguments(served))
     assert (ran.status, ran.out) == (2, "") and "runs another chain; tiers differ" in ran.err

@@ -331,19 +331,21 @@ def _print(
         *([] if found.growth is None else [f"The traffic has not settled: {found.growth}."]),
         f"{advice.verdict.capitalize()}: {advice.why}.",
     ]
-    content = {**advice.as_json(), "tuned": as_json(found, "recording")}
     if advice.verdict == "change" and not best.chain.tiers:
         lines.append("No tier pays: run the engine without kvtiers.")
-    elif advice.verdict == "change":
-        text = edited(file.read_text(encoding="utf-8-sig"), present, best.chain, found.budget)
-        changes = diff(present, parse_chain(text))
-        content |= {"diff": changes.as_json(), "yaml": text}
-        lines += [f"  {line}" for line in changes.lines()]
-        if output is not None:
-            write_whole(output, text)
-            lines.append(f"The chain is in {output}: kvtiers apply {output} --dry-run")
     typer.echo("\n".join(lines))
-    write_result(json_file, content)
+    content = {**advice.as_json(), "tuned": as_json(found, "recording")}
+    try:
+        if advice.verdict == "change" and best.chain.tiers:
+            text = edited(file.read_text(encoding="utf-8-sig"), present, best.chain, found.budget)
+            changes = diff(present, parse_chain(text))
+            content |= {"diff": changes.as_json(), "yaml": text}
+            typer.echo("\n".join(f"  {line}" for line in changes.lines()))
+            if output is not None:
+                write_whole(output, text)
+                typer.echo(f"The chain is in {output}: kvtiers apply {output} --dry-run")
+    finally:  # what was found in minutes is told, too, where the file can't be edited
+        write_result(json_file, content)
 
 
 def _rates(budget: Budget) -> str:
