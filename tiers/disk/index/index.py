@@ -208,13 +208,16 @@ class Index:
     def _hold(self) -> None:
         """Keep what is mapped in memory; the index from `keep_all` on."""
         Mapped(Path(f"{self._path}-lock")).hold(_LOCK_BYTES)
-        self._map = Mapped(self._path)
+        found = Mapped(self._path)
+        if self._keeps_all:  # before any other thread has it to hold
+            found.hold(os.fstat(self._file).st_size)
+        self._map = found
 
     def keep_all(self) -> None:
         """Keep the index in memory from now on, as it grows. To read a large one takes seconds.
         Raises OSError."""
-        self._map.hold(os.fstat(self._file).st_size)
         self._keeps_all = True
+        self._hold()
 
     def _hold_grown(self) -> None:
         """Keep what the index has grown by, too. Raises OSError where XFS has shut down: then it
@@ -402,7 +405,6 @@ class Index:
         self._env = self._open()
         self._require_whole_file()
         self._hold()
-        self.keep_all()
         self._open_tables()
         self._refuses = False
         logger.warning("%s was opened anew after an error of the device", self._path)
