@@ -18,8 +18,6 @@ from spec.secret import Secret, SecretField
 from tiers.remote.url import RedisUrl, RedisUrlField, parse_url
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from tiers.remote.pools import ConnectionSettings
     from tiers.remote.records import RedisRecords
     from tiers.remote.redis_store import RedisStore
@@ -220,7 +218,7 @@ class RedisSpec(StoreSpec):
         names = self.username or "default", self.key_prefix, cert_file
         return examine(ExaminedTier(self.connection(), self.timeout, self.ttl, *names, opened))
 
-    def _tls_context(self) -> SSLContext | None:
+    def _tls_context(self) -> ssl.SSLContext | None:
         """The TLS of connections, or None. Raises ValueError for an unreadable file."""
         if not self.url.is_tls:
             return None

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder
@@ -36,12 +35,8 @@ logger = logging.getLogger(__name__)
 Release = Callable[[OpenFolder], None]
 
 
-class _Owned(NamedTuple):
-    """A folder yet to be started, its owners before us, and the slots that dead ones reserved."""
-
-    opened: OpenFolder
-    owners: Owners
-    orphans: list[tuple[Slot, bytes]]
+_Owned = tuple[OpenFolder, Owners, list[tuple[Slot, bytes]]]
+"""A folder yet to be started, its owners before us, and the slots that dead ones reserved."""
 
 
 def open_folder(path: Path, capacity: int | None, access: Access, release: Release) -> OpenFolder:
@@ -164,7 +159,7 @@ def _open_files(
             living = owners.alive | {owner.id}
             orphans = [item for item in edit.reservations().items() if item[1] not in living]
         undo.pop_all()
-        return _Owned(opened, owners, orphans)
+        return opened, owners, orphans
 
 
 def _restore_files(edit: Edit, slabs: Slabs, rebooted: bool) -> None:
