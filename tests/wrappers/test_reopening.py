@@ -209,6 +209,24 @@ def test_an_open_that_raises_is_that_tier_s_failure(error: BaseException) -> Non
         opened(raising(error))
 
 
+@pytest.mark.parametrize("error", [ValueError("not in list"), SystemExit(3)])
+def test_an_open_that_can_not_be_announced_is_one(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the store would be closed, or another be opened beside it again and again."""
+
+    def announce(store: TierStore) -> None:
+        raise error
+
+    OPEN[:] = [Store]
+    spec = PluginSpec.model_validate({"type": "plugin"})
+    store = open_guarded(spec, SITE, announce=announce)
+    assert store.health == HEALTHY
+    assert store.now() is not None
+    store.close()
+    assert type(error).__name__ in caplog.text
+
+
 def test_an_open_that_gives_no_store_is_that_tier_s_failure() -> None:
     with pytest.raises(TierUnusable, match="returned a NoneType, which has no has, put"):
         opened(lambda: None)  # type: ignore[arg-type, return-value]

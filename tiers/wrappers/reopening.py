@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from spec.errors import describe_error
@@ -121,7 +122,11 @@ class Reopening:
                 self.now = store
         self._has_logged, self._was_open = False, True
         if self._announce is not None:
-            self._announce(store)
+            told: Future[None] = Future()
+            settle(told, partial(self._announce, store))
+            if (error := told.exception()) is not None:  # it is open all the same
+                line = "tier %s is open, and can't be described: %s"
+                logger.warning(line, self._name, describe_error(error))
 
     def _log_failure(self, error: BaseException) -> None:
         self.why = describe_error(error)
