@@ -14,6 +14,7 @@ from tests.support.fake_requests import FakeRequest, first_step
 from tests.support.kept import kept
 from tiers.connector.policy.choice import Choice
 from tiers.explain import explanations
+from tiers.explain.accounts import lines
 from tiers.explain.explanations import Explanations, answer
 from tiers.explain.notes import MAX_ATTEMPTS
 
@@ -78,6 +79,9 @@ def test_a_request_that_begins_again_and_again_stays_small() -> None:
     (one,) = known.all()
     assert (len(one.attempts), one.left_out) == (MAX_ATTEMPTS, 100 - MAX_ATTEMPTS)
     assert one.external == sum(one.hits.values()) == 6400
+    (told,) = answer(known, {"last": 1})
+    numbers = [line.split()[1] for line in lines(told) if line.startswith("  attempt ")]
+    assert numbers == ["1", "2", "3", "4", "97", "98", "99", "100"]
 
 
 def test_too_many_requests_in_flight_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:

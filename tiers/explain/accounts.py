@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spec.errors import one_line
-from tiers.explain.notes import Attempt, LoadPart, RequestNotes, TierAnswer
+from tiers.explain.notes import MAX_ATTEMPTS, Attempt, LoadPart, RequestNotes, TierAnswer
 
 REASONS = {
     "served": "it loaded the blocks",
@@ -212,11 +212,12 @@ def lines(account: Account) -> Iterator[str]:
     """The lines of one request's account."""
     name = one_line(str(account["request"]))
     yield f"request {name}: {account['state']}, {account['prompt_tokens']} prompt tokens"
-    attempts = account["attempts"]
+    attempts, left_out = account["attempts"], account["attempts_left_out"]
     for number, attempt in enumerate(attempts, 1):
         if len(attempts) > 1:
             again = ", after a preemption" if attempt["preempted"] else ""
-            yield f"  attempt {number} of {len(attempts) + account['attempts_left_out']}{again}"
+            place = number + left_out * (number > MAX_ATTEMPTS // 2)
+            yield f"  attempt {place} of {len(attempts) + left_out}{again}"
         yield from _attempt(attempt)
     if not account["holds"]:
         yield "  THE COUNTS DO NOT AGREE with what the engine ran; please report this as a bug"
