@@ -20,6 +20,7 @@ from tests.support.replay_chains import (
     chain_of,
     coverage_of,
     cpu,
+    damage_disk,
     disk,
     measured,
     names,
@@ -335,10 +336,23 @@ def test_a_quota_and_a_reset_take_what_is_retained(engine: MakeEngine, tmp_path:
     ask(made, PREFIX, RETAIN)
     flood(made, 2)
     assert held(made, PREFIX) == [True] * 2 + [False] * 2
+    assert retained(made) == 2, "room for other hints"
+    flood(made, 4, RETAIN)
+    assert retained(made) == 6 and not measured(made, "retain_refused", "tier")
     assert made.reset_cache()
     made.generate([1], 1)
     assert retained(made) == 0
     assert scheduler_of(made).pool.in_use == 0, "no slot is kept for what is gone"
+
+
+def test_what_turns_out_to_be_damaged_is_not_retained(engine: MakeEngine, tmp_path: Path) -> None:
+    made = make(engine, "disk", tmp_path)
+    ask(made, PREFIX, RETAIN)
+    damage_disk(tmp_path)
+    ask(made, [*PREFIX, 7])
+    assert retained(made) == 0
+    manager: Any = scheduler_of(made).manager
+    assert not manager._uses._pinned
 
 
 @pytest.mark.parametrize("kind", ["lru", "disk"])

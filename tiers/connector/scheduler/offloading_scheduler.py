@@ -401,6 +401,7 @@ class OffloadingScheduler(SchedulerConnector):
         for key in lost:
             self.manager.discard(key)
         self._tier.lost(lost)
+        self._hints.lost(lost)
         tier_request.recompute |= bool(result.failed)
         # Loads in waves reverse the order of use: it is restored with the next offer.
         tier_request.order.stale |= not self._stores.promote

@@ -68,6 +68,10 @@ class TierHints:
             keys = self._tier.requests.keys(tier_request.request_state)
             self._take(tier_request, keys[: self._prompt_end(tier_request)])
 
+    def lost(self, keys: Sequence[bytes]) -> None:
+        """The tier has these blocks no more: they take no room of others that could be retained."""
+        self._tier.open.manager.unpin(self._retained.remove(keys))
+
     def forget(self) -> None:
         """Let all go, and obey nothing that waits."""
         self._waiting.clear()

@@ -347,6 +347,7 @@ class TierStores:
         if beyond := tier.tenants.kept(tenant, kept.values(), tier.open.block_bytes):
             tier.open.manager.drop(beyond, tier.requests.generation.tag)
             tier.kv_events.lost(beyond)
+            self._hints.lost(beyond)
         tier_request.order.ended(len(share.numbers) if share.at_once else None)
         self._touch_prefix(tier_request)
 
