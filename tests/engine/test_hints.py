@@ -345,6 +345,18 @@ def test_a_quota_and_a_reset_take_what_is_retained(engine: MakeEngine, tmp_path:
     assert scheduler_of(made).pool.in_use == 0, "no slot is kept for what is gone"
 
 
+def test_what_no_room_was_left_for_takes_none_of_a_quota(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Of a prompt that is larger than the tier, whose job evicts its own blocks."""
+    quota = {"": {"quota": 6 * MODEL.payload_bytes, "max_retained": 0.5}}
+    made = make(engine, "lru", tmp_path, room=6, tenants=quota)
+    ask(made, PREFIX[: 3 * SIZE], RETAIN)
+    ask(made, range(100, 100 + 8 * SIZE))
+    assert held(made, PREFIX[: 3 * SIZE]) == [True] * 3
+    assert sum(held(made, range(100, 100 + 8 * SIZE))) == 3
+
+
 def test_what_turns_out_to_be_damaged_is_not_retained(engine: MakeEngine, tmp_path: Path) -> None:
     made = make(engine, "disk", tmp_path)
     ask(made, PREFIX, RETAIN)

@@ -290,16 +290,25 @@ class Tenants:
         share = part / 2 if rule is None or rule.max_retained is None else rule.max_retained
         return PinBounds(int(part * max_blocks), int(share * max_blocks))
 
-    def kept(self, tenant: str, keys: Iterable[bytes], block_bytes: int) -> list[bytes]:
-        """The tier has taken these blocks; the tenant's oldest, which must be dropped for them."""
+    def has_quota(self, tenant: str) -> bool:
+        """Whether what it keeps is counted."""
+        rule = self._rules.get(tenant)
+        return rule is not None and rule.quota is not None
+
+    def keeps(self, tenant: str, key: bytes) -> None:
+        """The tier has taken a block of a tenant with a quota. Called at once: the next block of
+        the same job may take its room."""
+        kept = self._kept[tenant]
+        kept.pop(key, None)
+        kept[key] = None
+        self._owner[key] = tenant
+
+    def beyond(self, tenant: str, block_bytes: int) -> list[bytes]:
+        """The tenant's oldest blocks, beyond its quota: they must be dropped, and count no more."""
         rule = self._rules.get(tenant)
         if rule is None or rule.quota is None:
             return []
         kept = self._kept[tenant]
-        for key in keys:
-            kept.pop(key, None)
-            kept[key] = None
-            self._owner[key] = tenant
         beyond = len(kept) - rule.quota // max(1, block_bytes)
         oldest = list(itertools.islice(kept, max(0, beyond)))
         self.forget(oldest)

@@ -344,7 +344,7 @@ class TierStores:
         tier, tier_request = self._tier, share.tier_request
         self._hints.stored(tier_request, [*kept])
         tenant = tenant_of(tier_request.request_state.request)
-        if beyond := tier.tenants.kept(tenant, kept.values(), tier.open.block_bytes):
+        if beyond := tier.tenants.beyond(tenant, tier.open.block_bytes):
             tier.open.manager.drop(beyond, tier.requests.generation.tag)
             tier.kv_events.lost(beyond)
             self._hints.lost(beyond)
@@ -359,6 +359,8 @@ class TierStores:
         numbers, reading = share.numbers, self._reading
         request_state = share.tier_request.request_state
         predecessors = manager.predecessors(request_state.keys, numbers)
+        tenant = tenant_of(request_state.request)
+        has_quota = tier.tenants.has_quota(tenant)
         kept: dict[int, bytes] = {}
         # The first last, so that it counts as used last: predecessors must outlive their tail.
         for index in reversed(range(first, first + len(numbers))):
@@ -369,6 +371,8 @@ class TierStores:
                     if index not in result.already_stored:
                         tier.kv_events.stored(key, number)
                     kept[number] = key
+                    if has_quota:
+                        tier.tenants.keeps(tenant, key)
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([key], job.generation)
             self._keys.discard(key)
