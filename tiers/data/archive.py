@@ -136,9 +136,8 @@ class ArchiveReader:
                 return
             header_bytes = front[_FRAME.size :]
             offset = self.end + _FRAME.size + HEADER_BYTES
-            if kind != _RECORD or sum_ != _frame_sum(packing, size, header_bytes):
-                return
-            if offset + size > self.size:
+            is_record = kind == _RECORD and sum_ == _frame_sum(packing, size, header_bytes)
+            if not is_record or offset + size > self.size:
                 return
             try:
                 header = parse_header(header_bytes)

@@ -46,11 +46,9 @@ def inspect_tier(records: StoredRecords, is_encrypted: bool) -> Inspection:
     found: dict[tuple[bytes, int], Group] = {}
     for piece in records.listed():
         for record in piece:
-            key = record.namespace, record.payload_bytes
-            group = found.get(key)
-            if group is None:
-                group = found[key] = Group(*key)
-            group.add(record)
+            if (key := (record.namespace, record.payload_bytes)) not in found:
+                found[key] = Group(*key)
+            found[key].add(record)
     # After the list: an engine notes its namespace before it stores, and has gone after that.
     others, notes = records.others(), noted(records)
     for group in found.values():

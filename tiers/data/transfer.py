@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 from spec.offloading import StoreSpec, read_keys
@@ -130,16 +131,9 @@ def import_notes(archive: ArchiveReader, records: StoredRecords) -> None:
 
 def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
     """Frames that follow each other, of payloads of one length, as many as one `put` takes."""
-    batch: list[Frame] = []
-    for frame in frames:
-        size = frame.header.payload_bytes
-        full = batch and len(batch) >= batch_blocks(size)
-        if full or (batch and size != batch[0].header.payload_bytes):
+    for size, same in groupby(frames, lambda frame: frame.header.payload_bytes):
+        while batch := list(islice(same, batch_blocks(size))):
             yield batch
-            batch = []
-        batch.append(frame)
-    if batch:
-        yield batch
 
 
 def _put(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from spec.chain import RecordSpec
@@ -202,9 +201,9 @@ class RecordWriter:
         ids: list[int] = []
         for run, mark in ended.marks or ((range(blocks), b""),):
             stop = min(run.stop, blocks)
-            each = iter(ended.hashes[run.start * step + step - 1 : stop * step : step])
-            while some := list(islice(each, _CHUNK)):
-                ids += self._ids.of_blocks(some, mark)
+            each = ended.hashes[run.start * step + step - 1 : stop * step : step]
+            for at in range(0, len(each), _CHUNK):
+                ids += self._ids.of_blocks(each[at : at + _CHUNK], mark)
                 time.sleep(_PAUSE)
         return ids
 

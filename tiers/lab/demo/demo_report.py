@@ -38,9 +38,7 @@ def summarise(answered: Sequence[Answered]) -> list[PhaseResult]:
 
 
 def _summarise(name: str, requests: list[Answered], cold: list[Answered]) -> PhaseResult:
-    by_tier: Counter[str] = Counter()
-    for request in requests:
-        by_tier.update(request["by_tier"])
+    by_tier = sum((Counter(request["by_tier"]) for request in requests), Counter[str]())
     ttft = median(request["ttft_s"] for request in requests)
     return PhaseResult(
         name=name,
