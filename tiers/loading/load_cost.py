@@ -202,7 +202,8 @@ class LatencyModel:
     def __init__(self) -> None:
         self.line: LinearFit | None = None
         self._odd = False
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._sums = [0.0] * 5
+        """Weighted, of 1, x, y, x^2 and xy."""
 
     def add(self, amount: float, seconds: float) -> None:
         """Take in a sample: `amount`, more than 0, took `seconds`."""
@@ -210,22 +211,19 @@ class LatencyModel:
         within = min(max(seconds, expected / REACH), expected * REACH)
         was_odd, self._odd = self._odd, within != seconds
         if was_odd and self._odd:
-            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+            self._sums = [0.0] * 5
         else:
             seconds = within
         x, y = 1 / amount, seconds / amount
-        self._weight = KEEP * self._weight + 1
-        self._x = KEEP * self._x + x
-        self._y = KEEP * self._y + y
-        self._xx = KEEP * self._xx + x * x
-        self._xy = KEEP * self._xy + x * y
+        terms = (1.0, x, y, x * x, x * y)
+        self._sums = [KEEP * before + term for before, term in zip(self._sums, terms, strict=True)]
         self.line = self._fit()
 
     def _fit(self) -> LinearFit:
-        x, y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - x * x
+        x, y, xx, xy = (of_all / self._sums[0] for of_all in self._sums[1:])
+        spread = xx - x * x
         # Samples of nearly one size can't tell what is fixed.
-        slope = (self._xy / self._weight - x * y) / spread if spread > 0.1 * x * x else 0.0
+        slope = (xy - x * y) / spread if spread > 0.1 * x * x else 0.0
         # Neither part may be negative at the mean.
         fixed = min(max(slope, 0.0), y / x)
         return LinearFit(fixed, max(0.0, y - fixed * x))

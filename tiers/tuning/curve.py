@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,13 +153,8 @@ def _run_end(
     while (high := low + step) < len(blocks) and last(blocks[high]) is record:
         low, step = high, 2 * step
     high = min(high, len(blocks) - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if last(blocks[middle]) is record:
-            low = middle
-        else:
-            high = middle
-    return high
+    places = range(len(blocks))
+    return bisect_left(places, True, low + 1, high, key=lambda at: last(blocks[at]) is not record)
 
 
 def _no_prefix(block: int) -> TraceError:
