@@ -4,7 +4,7 @@ were interrupted, since what is there already is left out."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -101,22 +101,18 @@ def import_archive(
     """Put an archive's records into a tier under their own keys, in the form that they are stored
     in, up to the archive's end, or to damage. Raises what the tier raises; import again then."""
     report = Transfer()
-    stores: dict[int, TierStore] = {}
-    scratches: dict[int, Scratch] = {}
-    try:
+    opened: dict[int, tuple[TierStore, memoryview]] = {}
+    with ExitStack() as stack:
         for batch in _batches(archive.frames()):
             size = batch[0].header.payload_bytes
-            if size not in stores:
-                stores[size] = open_stored(spec, size)
-                scratches[size] = Scratch(size * batch_blocks(size))
-            with scratches[size].borrow() as memory:
-                _put(archive, stores[size], batch, memory, report)
+            if size not in opened:
+                store = stack.enter_context(closing(open_stored(spec, size)))
+                memory = stack.enter_context(Scratch(size * batch_blocks(size)).borrow())
+                opened[size] = store, memory
+            _put(archive, *opened[size], batch, report)
             progress(report.moved, report.bytes)
-        counting = (capability(store, Counts) for store in stores.values())
+        counting = (capability(store, Counts) for store, _ in opened.values())
         report.evicted = sum(one.counts().evicted for one in counting if one is not None)
-    finally:
-        for store in stores.values():
-            store.close()
     return report
 
 
@@ -139,8 +135,8 @@ def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
 def _put(
     archive: ArchiveReader,
     store: TierStore,
-    batch: list[Frame],
     memory: memoryview,
+    batch: list[Frame],
     report: Transfer,
 ) -> None:
     names = [frame.header.key for frame in batch]
