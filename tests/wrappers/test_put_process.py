@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -309,6 +309,29 @@ def test_what_can_not_be_opened_for_now_is_tried_again(
         monkeypatch.setattr(type(store._inner), "put", None)
         assert put(store, keys()) == [True] * 3
         assert not in_the_engine(store)
+
+
+def test_it_tries_less_and_less_often_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine does; and ends with the engine."""
+    waits: list[float] = []
+
+    def down(*_: object) -> None:
+        raise OSError("for now")
+
+    def poll(milliseconds: float) -> bool:
+        waits.append(milliseconds / 1000)
+        return len(waits) == 7
+
+    monkeypatch.setattr(put_server, "open_for_puts", down)
+    engine, theirs = socket.socketpair()
+    with engine, theirs, ExitStack() as stack, pytest.raises(OSError, match="for now"):
+        server = put_server._Server(theirs, stack)
+        stack.callback(logging.getLogger().removeHandler, server._lines)
+        server._arrivals = cast(Any, SimpleNamespace(poll=poll))
+        settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
+        place = {"payload_bytes": SIZE, "num_ranks": 1}
+        server._open({"settings": settings, "site": place, "in_records": False, "level": 20})
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
 # -- it can be had, wherever the engine runs -------------------------------------------------

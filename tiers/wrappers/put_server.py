@@ -15,6 +15,7 @@ from typing import Any
 from spec.errors import reason_of
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
+from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX
 from tiers.concurrency.beside import offered, receive, send, serving
 from tiers.errors import TierUnusable
 from tiers.host.scratch import Scratch
@@ -98,12 +99,14 @@ class _Server:
         spec = make_tier(settings["type"], settings)
         if not isinstance(spec, StoreSpec):
             raise TierUnusable(f"type {spec.type} is no store")
+        pause = RETRY_AFTER
         while self._store is None:
             try:
                 self._store = open_for_puts(spec, site, message["in_records"])
             except FOR_NOW:  # as beside a process that stands still
-                if self._arrivals.poll(1000):  # the engine says that it ends
+                if self._arrivals.poll(1000 * pause):  # the engine says that it ends
                     raise
+                pause = min(2 * pause, RETRY_AFTER_MAX)
         self._stack.callback(self._store.close)
         size, stride = site.payload_bytes, slot_stride(site.payload_bytes)
         starts = range(0, batch_blocks(size) * stride, stride)
