@@ -258,6 +258,9 @@ def test_a_tier_that_looks_a_long_prompt_up_by_and_by_is_asked_again() -> None:
 def test_lookups_are_waited_for_while_that_can_pay() -> None:
     chain = Chain(ours(None), ours(TOKENS))
     assert chain.loaders() == {1: TOKENS}, "the other could not be sooner"
+    chain = Chain(ours(None), ours(TOKENS, SLOW))
+    assert chain.choose().tokens is None
+    assert chain.children[0].asked == TOKENS // BLOCK, "once, however often it is planned"
     chain = Chain(ours(None), ours(0))
     assert chain.choose().tokens is None
     chain.clock.now += 0.4
@@ -278,6 +281,53 @@ def test_a_tier_whose_lookups_take_longer_than_they_save_is_not_waited_for_again
     assert 1 <= waited <= 5
 
 
+def test_how_long_lookups_are_expected_to_take() -> None:
+    clock = Clock(1000.0)
+    latency, state = LookupLatency(clock), Chain(ours(None)).state
+
+    def left(*waited: float) -> list[float]:
+        """What is left of the wait of a request, before and after it has waited."""
+        nonlocal state
+        state = Chain(ours(None)).state
+        found = [latency.left(0, state)]
+        for seconds in waited:
+            clock.now += seconds
+            found.append(latency.left(0, state))
+        return found
+
+    assert left(2.0) == [0.0, 2.0], "as long again"
+    latency.answered(0, state)
+    assert left(0.5) == [2.0, 1.5]
+    latency.answered(0, state)
+    latency.answered(0, state)
+    assert left(1.0) == pytest.approx([1.55, 1.0]), "0.3 of it is the last one's"
+    latency.decided(state)
+    assert not state.looking
+    assert left(0.1) == pytest.approx([2.0, 1.9]), "a wait in vain counts twice"
+    latency.decided(state)
+    assert left() == pytest.approx([1.96]), "and is forgotten by and by"
+
+
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_behind_a_part_of_a_block_nothing_is_loaded(load: str) -> None:
+    """Tiers have whole blocks; the engine's own may be smaller, and its cache end between."""
+    chain = Chain(ours(TOKENS), load=load)
+    assert not chain.chooser.choose(chain.state, BLOCK // 2).tokens
+    assert chain.chooser.choose(chain.state, BLOCK).tokens == TOKENS - BLOCK
+
+
+@pytest.mark.parametrize("limits_itself", [False, True])
+def test_a_chain_within_this_one_applies_the_limits_of_a_request_itself(
+    limits_itself: bool,
+) -> None:
+    chain = Chain(foreign(512))
+    chain.children[0].limits_requests = limits_itself
+    params = {"kvtiers": {"tiers": ["a tier of that chain"]}}
+    limited = FakeRequest("limited", TOKENS + 1, kv_transfer_params=params)
+    state = chain.chooser._requests.of(limited)
+    assert chain.chooser.choose(state, 0).tokens == (512 if limits_itself else 0)
+
+
 @pytest.mark.parametrize(
     ("rate", "tokens", "child"),
     [(FAST, 512, 0), (FAST, 768, 0), (FAST, 1008, 1), (SLOW, 64, 1), (SLOW, 0, None)],
@@ -287,6 +337,7 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
 ) -> None:
     chain = Chain(ours(768, rate), foreign(tokens))
     assert [*chain.loaders()] == ([] if child is None else [child])
+    assert chain.children[1].asked == 1, "it may reset its state of the request each time"
     assert Chain(ours(768, rate), foreign(None)).choose().tokens is None, "it may have more"
 
 
