@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tiers.traces.trace import TraceRequest
@@ -84,7 +84,7 @@ def advise(tuned: Tuned, requests: Sequence[TraceRequest], block_tokens: int) ->
         return Advice("change", changed, found, worst, least)
     little = "too little to tell" if not found.is_certain else f"less than {percent(WORTH)}"
     advice = _nothing_better(tuned, requests, f"The best found, {changed}: {little}", found)
-    return Advice(advice.verdict, advice.why, found, worst, least, advice.more)
+    return replace(advice, worst=worst, least=least)
 
 
 def _nothing_better(

@@ -54,12 +54,5 @@ class SimChain:
 
     @classmethod
     def of(cls, spec: ChainSpec) -> SimChain:
-        return cls(
-            tuple(map(SimTier.of, spec.tiers)),
-            spec.load_policy,
-            spec.promote,
-            spec.max_wait,
-            spec.staging,
-            spec.store,
-            spec.load_when,
-        )
+        more = {one.name: getattr(spec, one.name) for one in fields(cls)[1:]}
+        return cls(tuple(map(SimTier.of, spec.tiers)), **more)
