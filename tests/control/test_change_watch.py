@@ -107,9 +107,9 @@ def test_a_change_for_the_worse_takes_none_along_that_came_while_it_was_asked_fo
 
         monkeypatch.setattr(changes, "request", late)
         verbs.apply({"chain": new.model_dump(mode="json", by_alias=True), "watch": 0.4})
-        assert verbs._watch is not None
-        watch(engine, verbs._watch)
-        assert verbs._watch.verdict.went_back and changes.chain == paused
+        (watched,) = verbs._watches
+        watch(engine, watched)
+        assert watched.verdict.went_back and changes.chain == paused
 
 
 def test_another_change_ends_the_watch(tmp_path: Path) -> None:
@@ -122,6 +122,28 @@ def test_another_change_ends_the_watch(tmp_path: Path) -> None:
         watch(engine, watched)
         assert watched.verdict.outcome == "another change"
         assert changes_of(engine).chain == newest
+
+
+def test_each_change_that_is_watched_has_its_verdict(tmp_path: Path) -> None:
+    """Also for whoever asked before another: `kvtiers apply --watch` waits for it."""
+    chains = [chain_of(cpu(), disk(tmp_path), max_wait=seconds) for seconds in ("7s", "8s", "9s")]
+    with running(chains[0]) as engine:
+        verbs = ChangeVerbs(changes_of(engine), History(0.3, 0.5).saved)
+
+        def apply(chain: ChainSpec, seconds: float) -> int:
+            asked = verbs.apply({"chain": chain.model_dump(mode="json"), "watch": seconds})
+            engine.step()
+            return int(asked["change"])
+
+        def outcome(number: int) -> str:
+            return str(verbs.change({"change": number})["verdict"]["outcome"])
+
+        first = apply(chains[1], 0.4)
+        second = apply(chains[2], 60.0)
+        wait_until(lambda: outcome(first) == "another change")
+        assert outcome(second) == "watching"
+        verbs.close()
+        assert all(watched._stop.is_set() for watched in verbs._watches)
 
 
 @pytest.mark.parametrize("refused", ["", "rank 0: no room"])

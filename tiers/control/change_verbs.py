@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -51,8 +52,8 @@ class ChangeVerbs:
 
     def __init__(self, changes: Changes, history: SavedHistory) -> None:
         self._changes, self._history = changes, history
-        self._watch: ChangeWatch | None = None
-        """Of the last change that is watched; an earlier one ends when another change comes."""
+        self._watches: deque[ChangeWatch] = deque(maxlen=KEPT)
+        """Of the last changes that are watched; one ends when another change is in effect."""
         self._asked: dict[int, PendingChange] = {}
         self._numbers = itertools.count()
 
@@ -68,7 +69,8 @@ class ChangeVerbs:
             return self._answer(found, None)
         pending = self._changes.request(chain, question.if_version)
         if question.watch is not None and pending.before is not None:
-            self._watch = ChangeWatch(self._changes, self._history, pending, question.watch)
+            watch = ChangeWatch(self._changes, self._history, pending, question.watch)
+            self._watches.append(watch)
         return self._begun(found, pending)
 
     def pause(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,13 +112,14 @@ class ChangeVerbs:
         if pending is not None:
             answer["over"] = pending.wait(0)
             answer |= {"why": pending.why, "remains": list(pending.remains)}
-            if self._watch is not None and self._watch.pending is pending:
-                verdict = self._watch.verdict
-                answer["verdict"] = verdict.model_dump(mode="json")
-                answer["verdict_text"] = describe(verdict)
+            for watch in list(self._watches):
+                if watch.pending is pending:
+                    verdict = watch.verdict
+                    answer["verdict"] = verdict.model_dump(mode="json")
+                    answer["verdict_text"] = describe(verdict)
         return answer
 
     def close(self) -> None:
         """The engine ends: nothing is watched any more."""
-        if self._watch is not None:
-            self._watch.close()
+        for watch in list(self._watches):
+            watch.close()
