@@ -107,6 +107,15 @@ def test_a_bad_conversation_is_named_or_skipped(
     assert trace.summary.skipped == {"bad conversations": 1}
 
 
+def test_a_last_conversation_that_was_cut_off_is_said(tmp_path: Path) -> None:
+    """As a line of any other trace."""
+    path, line = tmp_path / "a.jsonl", json.dumps(conversation(call(0, 1)))
+    path.write_text(f"{line}\n{line[:-9]}")
+    trace = open_trace(path)
+    assert len(list(trace)) == 1
+    assert trace.summary.skipped == {"last lines that were cut off": 1}
+
+
 def test_requests_without_ids_are_counted(tmp_path: Path) -> None:
     without = {"t": 1, "type": "n", "in": 5, "out": 1}
     trace = open_trace(written(tmp_path, conversation(call(0, 1), without)))

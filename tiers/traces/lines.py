@@ -9,10 +9,10 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from tiers.errors import TraceError
-from tiers.traces.trace import TraceRequest, TraceSummary
+from tiers.traces.trace import TraceSummary
 
 MAX_LINE = 32 * 2**20
 """A line may be this long: a prompt of 4 million tokens in 16-token blocks has 6 MiB of ids."""
@@ -138,29 +138,31 @@ def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator
         summary.skip("cut off ends of files", f"{where}; all before its last part was read")
 
 
-Parse = Callable[[dict[str, Any]], TraceRequest | None]
-"""A line's object as a request, or None for a line that holds none; raises `Malformed`."""
+T = TypeVar("T")
+Parse = Callable[[dict[str, Any]], T | None]
+"""What a line's object is, such as a request, or None for a line that holds none; raises
+`Malformed`."""
 
 
-def read_requests(
-    path: Path, parse: Parse, summary: TraceSummary, skip_bad: bool
-) -> Iterator[TraceRequest]:
-    """Yield a file's requests. A bad line is a `TraceError` with its place, or is skipped and
-    counted; a last line that was cut off is always skipped."""
+def read_objects(
+    path: Path, parse: Parse[T], summary: TraceSummary, skip_bad: bool, bad: str = "bad lines"
+) -> Iterator[T]:
+    """Yield what `parse` makes of a file's lines. A bad one is a `TraceError` with its place, or is
+    skipped and counted as `bad`; a last line that was cut off is always skipped."""
     for line in read_lines(path, summary):
         try:
-            request = parse(parse_object(line.text))
+            found = parse(parse_object(line.text))
         except Malformed as error:
             placed = error.at(path, line.number)
             if not line.is_whole:
                 summary.skip("last lines that were cut off", f"{path}:{line.number}: cut off")
             elif skip_bad:
-                summary.skip("bad lines", str(placed))
+                summary.skip(bad, str(placed))
             else:
                 raise placed from None
         else:
-            if request is not None:
-                yield request
+            if found is not None:
+                yield found
 
 
 # -- checked fields: a wrong one raises `Malformed` with its key ---------------------------------

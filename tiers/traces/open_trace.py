@@ -31,7 +31,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ from tiers.traces.lines import (
     parse_object,
     prefix_ids,
     read_lines,
-    read_requests,
+    read_objects,
     shown,
     shown_keys,
     whole,
@@ -103,8 +103,10 @@ def _first(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
     raise TraceError(summary.notes[0] if summary.notes else f"{path}: it is empty")
 
 
-def _open_lines(path: Path, header: TraceHeader, parse: Parse, skip_bad: bool) -> Trace:
-    return Trace(header, [path], lambda summary: read_requests(path, parse, summary, skip_bad))
+def _open_lines(
+    path: Path, header: TraceHeader, parse: Parse[TraceRequest], skip_bad: bool
+) -> Trace:
+    return Trace(header, [path], lambda summary: read_objects(path, parse, summary, skip_bad))
 
 
 # -- Mooncake ------------------------------------------------------------------------------------
@@ -184,8 +186,14 @@ def _open_weka(paths: Sequence[Path], skip_bad: bool, conversations: int) -> Tra
     block_tokens = _first(paths[0], lambda found: whole(found, "block_size", at_least=1))
 
     def read(summary: TraceSummary) -> Iterator[TraceRequest]:
-        found = _conversations(paths, block_tokens, summary, skip_bad)
-        return _interleaved(found, conversations)
+        numbers = count(1)
+
+        def parse(found: dict[str, Any]) -> _Conversation:
+            return _conversation(found, next(numbers), block_tokens, summary)
+
+        bad = "bad conversations"
+        files = (read_objects(path, parse, summary, skip_bad, bad) for path in paths)
+        return _interleaved(chain.from_iterable(files), conversations)
 
     return Trace(TraceHeader(block_tokens, "WEKA"), paths, read)
 
@@ -222,22 +230,8 @@ def _interleaved(found: Iterator[_Conversation], at_a_time: int) -> Iterator[Tra
             start(place, time)
 
 
-def _conversations(
-    paths: Sequence[Path], block_tokens: int, summary: TraceSummary, skip_bad: bool
-) -> Iterator[_Conversation]:
-    lines = ((path, line) for path in paths for line in read_lines(path, summary))
-    for count, (path, line) in enumerate(lines, 1):
-        try:
-            yield _conversation(parse_object(line.text), count, block_tokens, summary)
-        except Malformed as error:
-            placed = error.at(path, line.number)
-            if not skip_bad:
-                raise placed from None
-            summary.skip("bad conversations", str(placed))
-
-
 def _conversation(
-    found: dict[str, Any], count: int, block_tokens: int, summary: TraceSummary
+    found: dict[str, Any], place: int, block_tokens: int, summary: TraceSummary
 ) -> _Conversation:
     if not _is_weka(found):
         raise Malformed("it has no block_size or no requests, as those before have")
@@ -248,7 +242,7 @@ def _conversation(
     if scope not in ("local", "global"):
         raise Malformed(f"its hash_id_scope must be local or global, not {shown(scope)}")
     calls = sorted(_calls(found, "", block_tokens, summary, 0), key=lambda call: call.seconds)
-    return _Conversation(count << _ID_BITS if scope == "local" else 0, calls)
+    return _Conversation(place << _ID_BITS if scope == "local" else 0, calls)
 
 
 def _calls(

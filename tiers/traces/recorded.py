@@ -32,7 +32,7 @@ from tiers.traces.lines import (
     parse_object,
     prefix_ids,
     read_lines,
-    read_requests,
+    read_objects,
     short_text,
     shown,
     whole,
@@ -161,7 +161,7 @@ def _read_files(
         if not path.exists():
             summary.skip("files that were deleted meanwhile", str(path))
             continue
-        for request in read_requests(path, parse, summary, skip_bad):
+        for request in read_objects(path, parse, summary, skip_bad):
             count += 1
             heapq.heappush(waiting, (request.timestamp, count, request))
             while waiting and waiting[0][0] <= since:
