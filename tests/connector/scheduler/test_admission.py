@@ -99,6 +99,30 @@ def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
     assert list(stores.claim(offers, [True])[0]) == [7]
 
 
+def test_a_tier_takes_what_it_lacks_once_as_far_as_there_is_room(clock: Clock) -> None:
+    tier, stores = stores_of(RequestTable(EngineInfo({}, 4, 4, 9)), clock, slots=16)
+    held = tier.open.pool.claim(b"f")
+    assert held is not None, "another tier has it in a slot"
+    offers = Offers(range(3, 9), [b"a", b"b", b"c", b"d", b"e", b"f"], range(11, 17))
+
+    def taken(*missed: bool) -> tuple[dict[int, int | None], dict[int, str]]:
+        items, refused = stores.claim(offers, missed)
+        return {number: item.source for number, item in items.items()}, refused
+
+    assert taken(*[False] * 6) == ({}, {})
+    assert taken(False, True, False, True, False, True) == ({4: 12, 6: 14, 8: None}, {})
+    assert taken(True, True, False, True, False, True) == ({3: 11}, {}), "others are in flight"
+    assert stores.slots_pinned == 4
+    stores.slots_pinned = 7  # of 8
+    late = "store_dropped_inflight"
+    assert taken(False, True, True, True, True, True) == ({5: 13}, {7: late})
+    small, stores = stores_of(RequestTable(EngineInfo({}, 4, 4, 9)), clock, slots=2)
+    stores._most_inflight = lambda: 99  # type: ignore[method-assign]
+    none = "store_dropped_no_slot"
+    assert taken(*[True] * 6) == ({3: 11, 4: 12}, dict.fromkeys(range(5, 9), none))
+    assert small.open.pool.in_use == 2
+
+
 def test_what_the_engine_gives_away_before_there_is_room_holds_nothing_back(clock: Clock) -> None:
     groups = KVGroup(4), KVGroup(4, window=4)
     requests = RequestTable(EngineInfo({}, 4, 4, 9, groups=groups))
