@@ -135,6 +135,11 @@ def exact_size(size: int) -> str:
     return min(exact, key=len)
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Format a number for people: with so many digits, and no exponent below a million."""
+    return f"{float(f'{value:.{digits}g}'):g}"
+
+
 def format_size(size: int) -> str:
     """Format a size in bytes for people: four digits in the largest binary unit."""
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):

@@ -93,17 +93,26 @@ def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
     ]
     ghosts = [GhostStatus(tier=tier, hit_ratio=hits, error=error) for tier, hits, error in found]
     ghosts.append(GhostStatus(tier="disk (1TB)", hit_ratio=0.6, error=0.01, prompt_seconds=0.0525))
+    ghosts.append(GhostStatus(tier="disk (2TB)", hit_ratio=0.6, error=0.01, prompt_seconds=2.5))
     assert [*ghost_lines(ghosts)] == [
         "ghost cpu: 40.0% of blocks +- 1.0%",
         "ghost cpu (capacity: 2x): 45.0% of blocks +- 2.0%, +5.0 points",
         "ghost cpu (eviction: arc): 42.5% of blocks +- 2.0%, as good as now",
         "ghost disk (1TB): 60.0% of blocks +- 1.0%, 52.5 ms for 1,000 tokens",
+        "ghost disk (2TB): 60.0% of blocks +- 1.0%, 2500 ms for 1,000 tokens",
     ]
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (999, "999"), (1536, "1.5K"), (1023 << 20, "0.999G"), (2 << 40, "2T")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.7, "0.976K"),
+        (1536, "1.5K"),
+        (1023 << 20, "0.999G"),
+        (2 << 40, "2T"),
+    ],
 )
 def test_bytes_have_three_digits(count: float, text: str) -> None:
     assert bytes_text(count) == text

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from spec.fields import (
     exact_size,
     format_duration,
+    format_number,
     format_size,
     mask_secrets,
     parse_duration,
@@ -93,6 +94,14 @@ def test_a_duration_reads_back(seconds: float) -> None:
 def test_sizes_are_written_in_the_unit_they_were_meant_in() -> None:
     sizes = ("8GiB", "200GB", "1500B", "1kB", "512MiB", "1B", "1.5GiB", "734.9MB")
     assert [exact_size(parse_size(size)) for size in sizes] == list(sizes)
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "written"),
+    [(152.4, 2, "150"), (999.6, 3, "1000"), (1234.0, 3, "1230"), (0.0524, 2, "0.052"), (0, 3, "0")],
+)
+def test_numbers_for_people_have_no_exponent(number: float, digits: int, written: str) -> None:
+    assert format_number(number, digits) == written
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def bench(
     kvtiers bench tiers --chain chain.yaml --save machine.json
     """
     from spec.errors import SpecError, one_of
+    from spec.fields import format_number
     from spec.load import load_chain, problem_line
     from tiers.tuning.files import write_json
     from tiers.tuning.machine import Machine, load_machine
@@ -74,8 +75,9 @@ def bench(
         kept[name] = profile.model_validate({**known, **measured})
         typer.echo(
             f"{name}: loads {profile.load_bandwidth / 1e9:.3g} GB/s after "
-            f"{profile.load_latency * 1e3:.3g} ms, stores {profile.store_bandwidth / 1e9:.3g} GB/s "
-            f"after {profile.store_latency * 1e3:.3g} ms"
+            f"{format_number(profile.load_latency * 1e3)} ms, stores "
+            f"{profile.store_bandwidth / 1e9:.3g} GB/s after "
+            f"{format_number(profile.store_latency * 1e3)} ms"
         )
     whole = Machine.model_validate({**machine.model_dump(), **given, "tiers": kept})
     write_json(save, whole.model_dump(mode="json", exclude_none=True))

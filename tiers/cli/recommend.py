@@ -349,11 +349,13 @@ def _print(
 
 
 def _rates(budget: Budget) -> str:
+    from spec.fields import format_number
     from tiers.cli.status import bytes_text
 
     machine = budget.machine
     tiers = ", ".join(
-        f"{kind} loads {bytes_text(tier.load_bandwidth)}/s after {1000 * tier.load_latency:.3g} ms"
+        f"{kind} loads {bytes_text(tier.load_bandwidth)}/s after "
+        f"{format_number(1000 * tier.load_latency)} ms"
         for kind, tier in machine.tiers.items()
     )
     return f"Rates: {machine.prefill_rate:,.0f} prompt tokens/s are computed; {tiers}."

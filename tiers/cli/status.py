@@ -116,6 +116,8 @@ def notes(tier: TierStatus) -> Iterator[str]:
 
 def ghost_lines(ghosts: Sequence[GhostStatus]) -> Iterator[str]:
     """What tiers would have with other settings, against the tier as it is."""
+    from spec.fields import format_number
+
     present = {ghost.tier: ghost for ghost in ghosts}
     for ghost in ghosts:
         line = f"ghost {one_line(ghost.tier)}: {ghost.hit_ratio:.1%} of blocks +- {ghost.error:.1%}"
@@ -125,7 +127,7 @@ def ghost_lines(ghosts: Sequence[GhostStatus]) -> Iterator[str]:
             is_sure = abs(more) > ghost.error + now.error
             line += f", {100 * more:+.1f} points" if is_sure else ", as good as now"
         if ghost.prompt_seconds is not None:
-            line += f", {1000 * ghost.prompt_seconds:.3g} ms for 1,000 tokens"
+            line += f", {format_number(1000 * ghost.prompt_seconds)} ms for 1,000 tokens"
         yield line
 
 
@@ -138,18 +140,16 @@ def _fill(tier: TierStatus) -> str:
 
 
 def _milliseconds(found: Percentiles | None) -> str:
-    return "-" if found is None else f"{_short(found.p50)} {_short(found.p99)}"
+    from spec.fields import format_number
 
-
-def _short(seconds: float) -> str:
-    milliseconds = 1000 * seconds
-    return f"{milliseconds:.3g}" if milliseconds < 999.5 else f"{milliseconds:.0f}"
+    each = () if found is None else (found.p50, found.p99)
+    return " ".join(format_number(1000 * seconds) for seconds in each) or "-"
 
 
 def bytes_text(count: float) -> str:
     """Bytes in three digits or four, like 1.25G."""
     for unit in ("", "K", "M", "G", "T"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.3g}{unit}"
         count /= 1024
     return f"{count:.0f}P"

@@ -15,6 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from spec.errors import one_line
+from spec.fields import format_number
 from tiers.cli.status import HEADS, bytes_text, ghost_lines, notes, row, span, summary
 from tiers.control.engine_status import TierStatus
 from tiers.control.watch_engines import HANGS, Account, EnginesWatch, Watched
@@ -301,7 +302,8 @@ def tier_lines(tier: TierStatus) -> Iterator[str]:
     if tier.load_latency_seconds is not None:
         rate = tier.measured_load_bytes_per_second
         per_second = "" if rate is None else f", then {bytes_text(rate)}/s"
-        yield f"a load takes {1000 * tier.load_latency_seconds:.3g} ms{per_second}, as measured"
+        took = format_number(1000 * tier.load_latency_seconds)
+        yield f"a load takes {took} ms{per_second}, as measured"
     counts = {
         "that looked it up": "lookups",
         "that loaded": "hits",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from spec.fields import format_size
+from spec.fields import format_number, format_size
 from spec.findings import DoctorFinding
 from tiers.paths import mount_of
 from tiers.remote.directory_bucket import DirectoryBucket
@@ -75,9 +75,9 @@ def _try_out(bucket: DirectoryBucket) -> Iterator[DoctorFinding]:
         with suppress(OSError):
             for folder in [*Path(bucket.describe(), name).parents][:2]:
                 folder.rmdir()
-    middle, worst = times[len(times) // 2] * 1e3, times[-1] * 1e3
+    middle, worst = (format_number(1e3 * s, 2) for s in (times[len(times) // 2], times[-1]))
     yield DoctorFinding(
         "fine",
-        f"a file is found in {middle:.2g} ms, {worst:.2g} ms at worst; "
-        f"it stores {PACK_BYTES / stored / 1e6:.3g} MB/s, one at a time",
+        f"a file is found in {middle} ms, {worst} ms at worst; "
+        f"it stores {format_number(PACK_BYTES / stored / 1e6)} MB/s, one at a time",
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from redis.exceptions import ResponseError
 
-from spec.fields import exact_size, format_duration, format_size
+from spec.fields import exact_size, format_duration, format_number, format_size
 from spec.findings import DoctorFinding, Gravity
 from tiers.errors import TierError, TierUnavailable
 from tiers.remote.pools import ConnectionSettings, Pool, reason
@@ -278,8 +278,9 @@ def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFindin
         with suppress(TierError):
             store.drop(keys)
         store.close()
-    middle, worst = trips[len(trips) // 2] * 1e3, trips[-1] * 1e3
-    yield DoctorFinding("fine", f"a look-up takes {middle:.2g} ms, {worst:.2g} ms at worst")
+    middle, worst = (format_number(1e3 * s, 2) for s in (trips[len(trips) // 2], trips[-1]))
+    found = f"a look-up takes {middle} ms, {worst} ms at worst"
+    yield DoctorFinding("fine", found)
     if not all(stored):
         yield DoctorFinding(
             "error" if not any(stored) else "warning",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from spec.fields import format_size
+from spec.fields import format_number, format_size
 from spec.findings import DoctorFinding
 from tiers.errors import TierError, TierRefused, TierUnavailable
 from tiers.remote.lease import Count, Lease
@@ -61,7 +61,8 @@ def examine(
 def _look_up(store: PackStore) -> Iterator[DoctorFinding]:
     times = sorted(timed(store.reach)[0] for _ in range(LOOKUPS))
     middle = times[len(times) // 2]
-    found = f"a question takes {middle * 1e3:.2g} ms, {times[-1] * 1e3:.2g} ms at worst"
+    took, worst = (format_number(1e3 * seconds, 2) for seconds in (middle, times[-1]))
+    found = f"a question takes {took} ms, {worst} ms at worst"
     if middle < SLOW_LOOKUP:
         yield DoctorFinding("fine", found)
         return
