@@ -12,7 +12,7 @@ from tests.support.clock import Clock
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Admission, Tenants, ThresholdAdmission
-from tiers.connector.scheduler.jobs import Jobs
+from tiers.connector.scheduler.jobs import Jobs, PendingStore
 from tiers.connector.scheduler.kv_events import KVEvents, Place
 from tiers.connector.scheduler.open_tier import OpenTier
 from tiers.connector.scheduler.tier import Tier
@@ -20,6 +20,7 @@ from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.connector.scheduler.tier_stores import Offers, TierStores
 from tiers.contract.engine_info import EngineInfo, KVGroup
+from tiers.contract.messages import JobResult
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import SlotPool
 from tiers.lab.replay.requests import CachedRequests
@@ -121,6 +122,31 @@ def test_a_tier_takes_what_it_lacks_once_as_far_as_there_is_room(clock: Clock) -
     none = "store_dropped_no_slot"
     assert taken(*[True] * 6) == ({3: 11, 4: 12}, dict.fromkeys(range(5, 9), none))
     assert small.open.pool.in_use == 2
+
+
+def test_behind_a_block_that_is_not_asked_for_often_enough_others_may_be(clock: Clock) -> None:
+    tier, stores = stores_of(RequestTable(EngineInfo({}, 4, 4, 9)), clock, slots=16)
+    tier.admission.use(rules(clock, store_threshold=2).acceptance.spec, False)
+    tier.admission.refuses(b"b", 1)
+    offers = Offers([0, 1, 2], [b"a", b"b", b"c"], [1, 2, 3])
+    items, refused = stores.claim(offers, [True] * 3)
+    assert ([*items], refused) == ([1], {0: "store_deferred", 2: "store_deferred"})
+    stores._keys.clear()  # it was stored, and evicted
+    assert [*stores.claim(offers, [True] * 3)[0]] == [0, 2], "of the other it is the first time"
+
+
+def test_blocks_that_were_not_stored_are_not_counted_as_stored(clock: Clock) -> None:
+    requests = RequestTable(EngineInfo({}, 4, 4, 9))
+    tier, stores = stores_of(requests, clock, slots=16)
+    requests.of(FakeRequest("r", block_hashes=[b"a", b"b", b"c"]))
+    step = requests.begin_step(FakeStep({"r": 12}, FakeNewRequest("r", 0, ([1, 2, 3],))))
+    (job,), _ = stores.orders(step)
+    store = stores._jobs.end(job.job_id, JobResult(1, failed={1}, seconds=2.0))
+    assert isinstance(store, PendingStore)
+    stores.ended(store)
+    assert tier.admission.rate.blocks_in(2.0) == pytest.approx(2)
+    assert tier.admission.acceptance.lost == {"store_failures": 1}
+    assert not (stores.slots_pinned or stores._keys or stores._reading or tier.open.pool.in_use)
 
 
 def test_what_the_engine_gives_away_before_there_is_room_holds_nothing_back(clock: Clock) -> None:
