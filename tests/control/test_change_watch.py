@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from spec.chain import ChainSpec
+from spec.chain_diff import ChainDiff
 from tests.support.changing import change, changes_of, running
 from tests.support.clock import Clock
 from tests.support.replay_chains import chain_of, cpu, disk
@@ -122,6 +123,23 @@ def test_another_change_ends_the_watch(tmp_path: Path) -> None:
         watch(engine, watched)
         assert watched.verdict.outcome == "another change"
         assert changes_of(engine).chain == newest
+
+
+def test_a_pause_takes_no_change_back_that_came_while_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(chain_of(cpu(), disk(tmp_path))) as engine:
+        changes, other = changes_of(engine), chain_of(disk(tmp_path), cpu())
+        verbs, review = ChangeVerbs(changes, History(0.3, 0.3).saved), changes.review
+
+        def late(chain: ChainSpec) -> ChainDiff:
+            monkeypatch.setattr(changes, "review", review)
+            change(engine, other)
+            return review(chain)
+
+        monkeypatch.setattr(changes, "review", late)
+        assert "another change came" in verbs.pause({"tier": "cpu", "paused": "both"})["why"]
+        assert changes.chain == other
 
 
 def test_each_change_that_is_watched_has_its_verdict(tmp_path: Path) -> None:

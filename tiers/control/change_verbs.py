@@ -76,7 +76,7 @@ class ChangeVerbs:
     def pause(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a change that pauses a tier, or has it go on; as `apply` answers."""
         question = PauseQuestion.model_validate(dict(parameters))
-        chain = self._changes.chain
+        version, chain = self._changes.version, self._changes.chain
         names = [tier.tier_name for tier in chain.tiers]
         if question.tier not in names:
             raise QuestionRefused(f"no tier is called {question.tier!r}; use {one_of(names)}")
@@ -86,7 +86,7 @@ class ChangeVerbs:
             for tier in chain.tiers
         )
         new = chain.model_copy(update={"tiers": tuple(tiers)})
-        return self._begun(self._changes.review(new), self._changes.request(new))
+        return self._begun(self._changes.review(new), self._changes.request(new, version))
 
     def _begun(self, found: ChainDiff, pending: PendingChange) -> dict[str, Any]:
         number = next(self._numbers)
