@@ -80,7 +80,8 @@ def test_a_quota_holds_in_each_tier_and_the_oldest_go(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:
     rules = {"small": {"quota": 15 * MODEL.payload_bytes}}
-    made = engine(chain_of(cpu(), disk(tmp_path), tenants=rules), prefix_caching=False)
+    chain = chain_of(cpu(), disk(tmp_path), tenants=rules)
+    made = engine(chain, prefix_caching=False, kv_events=True)
     first = ask(made, "small")
     other = ask(made, "other")
     second = ask(made, "small", PROMPT[::-1])
@@ -90,6 +91,9 @@ def test_a_quota_holds_in_each_tier_and_the_oldest_go(
         assert time.monotonic() < deadline
     assert held(tmp_path, made, first) == 4
     assert held(tmp_path, made, other) == 11
+    for tier in ("cpu", "disk"):  # and routers are told
+        lost = [hash for e in made.events if e.tier == tier and not e.stored for hash in e.hashes]
+        assert set(lost) == {*first.block_hashes[3:10]}, tier
     assert ask(made, "small", PROMPT[::-1]).loaded_tokens == 40
     assert ask(made, "other").loaded_tokens == 40
 

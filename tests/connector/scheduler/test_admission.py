@@ -137,15 +137,23 @@ def test_behind_a_block_that_is_not_asked_for_often_enough_others_may_be(clock: 
 
 def test_blocks_that_were_not_stored_are_not_counted_as_stored(clock: Clock) -> None:
     requests = RequestTable(EngineInfo({}, 4, 4, 9))
-    tier, stores = stores_of(requests, clock, slots=16)
-    requests.of(FakeRequest("r", block_hashes=[b"a", b"b", b"c"]))
-    step = requests.begin_step(FakeStep({"r": 12}, FakeNewRequest("r", 0, ([1, 2, 3],))))
-    (job,), _ = stores.orders(step)
-    store = stores._jobs.end(job.job_id, JobResult(1, failed={1}, seconds=2.0))
+    tier, stores = stores_of(requests, clock, slots=64)
+    new = [FakeNewRequest("a", 0, ([1, 2],)), FakeNewRequest("b", 0, ([3, 4],))]
+    for row in new:
+        name = row.req_id
+        one: Any = FakeRequest(name, block_hashes=[name.encode() + b"1", name.encode() + b"2"])
+        one.cache_salt = name
+        requests.of(one)
+    requests.tenants.names = {"a": "A", "b": "B"}
+    (job,), _ = stores.orders(requests.begin_step(FakeStep({"a": 8, "b": 8}, *new)))
+    ended = JobResult(1, failed={1}, seconds=3.0, already_stored={2}, bytes=20)
+    store = stores._jobs.end(job.job_id, ended)
     assert isinstance(store, PendingStore)
     stores.ended(store)
-    assert tier.admission.rate.blocks_in(2.0) == pytest.approx(2)
+    assert tier.admission.rate.blocks_in(3.0) == pytest.approx(3)
     assert tier.admission.acceptance.lost == {"store_failures": 1}
+    measured = [*requests.tenants.take_measures().values()]
+    assert [one["tenant_stored_bytes"] for one in measured] == [10, 10], "a block of each is new"
     assert not (stores.slots_pinned or stores._keys or stores._reading or tier.open.pool.in_use)
 
 
