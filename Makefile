@@ -4,6 +4,8 @@
 # make faults   what takes too long for make test; both break all of docs/faults.md   ARGS="-k redis"
 # make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
 #               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"
+# make test-v2   the tests of real engines on vLLM's Model Runner V2, its default on GPUs, whose kernels Triton's
+#               interpreter runs: more than half an hour  ARGS="-k states"
 # make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
 # make install-test   the three ways in of the README, each in an empty environment; needs a package index.
 #               Minutes: ARGS=cpu tries that way alone, ARGS=cuda or ARGS=present another
@@ -36,7 +38,7 @@ READY := $(VENV)/.ready-$(ENGINE)
 
 # A list that could not be made whole is made again.
 .DELETE_ON_ERROR:
-.PHONY: demo test faults test-next compatibility install-test test-python gpu gpu-wheels \
+.PHONY: demo test faults test-next test-v2 compatibility install-test test-python gpu gpu-wheels \
 	gpu-engine gpu-engine-parts lint clean
 
 demo: $(READY)
@@ -60,6 +62,10 @@ ifdef VLLM
 else
 	@echo "test-next was skipped: VLLM names no CPU wheel or source archive of vLLM"
 endif
+
+test-v2: $(READY)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/engine/runner_v2 $(BIN)/python -m pytest --durations=25 \
+		-m "vllm and not compatibility" $(ARGS)
 
 compatibility: $(READY)
 	$(if $(VLLM),$(OTHER),$(BIN)/python) -m pytest -m vllm --compatibility docs/compatibility.json $(ARGS)

@@ -136,14 +136,15 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-@pytest.fixture(scope="session")
-def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """A process that has vLLM imported and runs jobs (see `vllm_child`)."""
+def jobs(tmp_path_factory: pytest.TempPathFactory, *first: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has vLLM imported and runs jobs (see `vllm_child`). `first`: folders that come
+    first on its path."""
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env["VLLM_NO_USAGE_STATS"] = "1"
     # More threads than one spin while they wait for one that a busy machine does not run.
     env["OMP_NUM_THREADS"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join([str(CHILD.parents[3]), *filter(None, sys.path)])
+    places = [*map(str, (*first, CHILD.parents[3])), *filter(None, sys.path)]
+    env["PYTHONPATH"] = os.pathsep.join(places)
     env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     # What vLLM itself keeps saves it time, and is no user's in particular.
     env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
@@ -159,3 +160,9 @@ def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.P
     yield process
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@pytest.fixture(scope="session")
+def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """Where engines of tests run."""
+    yield from jobs(tmp_path_factory)

@@ -86,12 +86,19 @@ def run_vllm(
 ) -> Callable[..., Run]:
     """Run batches of requests through a fresh engine, with the chain of `tiers` or without.
     `drawn`: other settings of that chain."""
+    return runs(vllm_jobs, tiny_llama, tmp_path_factory)
+
+
+def runs(
+    jobs: subprocess.Popen[str], tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Run]:
+    """See `run_vllm`; `jobs`: where the engines run."""
     folder = tmp_path_factory.mktemp("vllm")
     sockets = tmp_path_factory.mktemp("control")
-    runs = itertools.count()
+    numbers = itertools.count()
 
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
-        name = folder / f"run-{next(runs)}"
+        name = folder / f"run-{next(numbers)}"
         env = options.pop("env", {})
         extras = "abort before is_async path preempt settled steps_in_flight told warmed"
         more = {name: options.pop(name) for name in extras.split() if name in options}
@@ -127,7 +134,7 @@ def run_vllm(
         result, log = name.with_suffix(".json"), name.with_suffix(".log")
         job = {"engine": engine, "batches": batches, "env": env, **more}
         job |= {"control": str(control)} if tiers is not None else {}
-        status = do_job(vllm_jobs, {**job, "result": str(result), "log": str(log)})
+        status = do_job(jobs, {**job, "result": str(result), "log": str(log)})
         said = log.read_text(errors="replace")
         if status != "0" or not result.exists():
             raise EngineFailed(said[-6000:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,10 @@ SAID = re.compile(
     re.MULTILINE,
 )
 """What kvtiers says; or vLLM itself, of a model that it starts without any KV connector."""
+
+
+ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether all engines of this run have Model Runner V2 (`make test-v2`)."""
 
 
 def engine_version() -> str:

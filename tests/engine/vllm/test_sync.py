@@ -9,8 +9,12 @@ import pytest
 
 from tests.engine.vllm.tiny_vllm import Run
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, cpu, tiers, transfer
+from tests.support.compatibility import ON_V2
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(ON_V2, reason="there vLLM itself answers wrongly after such a load"),
+]
 
 
 def test_what_it_loses_is_computed_and_never_stored(
