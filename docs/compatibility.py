@@ -145,8 +145,8 @@ What vLLM does by default there:
 - **Model Runner V2** ran as above; the model of streams has its order of a step ([decision
   42](decisions/0042-cuda-copies-cross-a-fixed-ring.md)). Real engines had it on CPUs, too, where
   Triton's interpreter runs its kernels (`make test-v2`, 0.32): recurrent states, windows,
-  preemption, aborts, failing loads, sleep, changes of weights, two ranks, fp8 KV, int4 weights and
-  MTP, with one step in flight and with two.
+  preemption, aborts, failing loads, sleep, changes of weights, two ranks, decode context
+  parallelism, fp8 KV, int4 weights, n-grams, EAGLE and MTP, with one step in flight and with two.
 """
 
 Record = Mapping[str, Mapping[str, Mapping[str, int | str]]]

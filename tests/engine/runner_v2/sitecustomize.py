@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 
 class NoDriver:
@@ -26,27 +27,48 @@ class NoDriver:
         return SimpleNamespace(backend="cpu", arch="cpu", warp_size=1)
 
 
-class WithCpu(MetaPathFinder):
-    """Adds a backend to those of Triton when these are imported."""
+def name_cpu(module: ModuleType) -> None:
+    module.backends["cpu"] = SimpleNamespace(driver=NoDriver, compiler=None)
+
+
+def take_any_mask(module: ModuleType) -> None:
+    """As on devices, where a mask may be of integers."""
+
+    def as_bools(moved: Callable[..., object], place: int) -> Callable[..., object]:
+        def with_bools(*args: Any) -> object:
+            mask = args[place]
+            return moved(*args[:place], type(mask)(mask.data != 0, mask.dtype), *args[place + 1 :])
+
+        return with_bools
+
+    builder = module.InterpreterBuilder
+    builder.create_masked_load = as_bools(builder.create_masked_load, 2)
+    builder.create_masked_store = as_bools(builder.create_masked_store, 3)
+
+
+CHANGES = {"triton.backends": name_cpu, "triton.runtime.interpreter": take_any_mask}
+
+
+class Changed(MetaPathFinder):
+    """Changes modules of Triton when they are imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "triton.backends":
+        if (change := CHANGES.pop(name, None)) is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_add(module: ModuleType) -> None:
+            def load_and_change(module: ModuleType) -> None:
                 load(module)
-                module.backends["cpu"] = SimpleNamespace(driver=NoDriver, compiler=None)
+                change(module)
 
-            spec.loader.exec_module = load_and_add  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
 
 
 os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what PyTorch compiles would be Triton's, too
-sys.meta_path.insert(0, WithCpu())
+sys.meta_path.insert(0, Changed())

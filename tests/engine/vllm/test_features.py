@@ -12,7 +12,7 @@ import torch
 from tests.engine.vllm.checkpoints import write_int4, write_model, write_mtp
 from tests.engine.vllm.tiny_vllm import LLAMA, QWEN_3, Run, documents
 from tests.engine.vllm.vllm_chains import cpu, disk
-from tests.support.compatibility import ON_V2, engine_version
+from tests.support.compatibility import engine_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
@@ -42,7 +42,7 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
     # Both have blocks of 64 tokens, of which each of these ranks has all, or its part.
     two = {"model": str(write_model(folder, QWEN_3)), "tensor_parallel_size": 2, "env": BOUND}
     found["blocks of 64 tokens on two ranks"] = ({**two, "block_size": 64}, COMPLETE)
-    if not (IS_OLD or ON_V2):  # whose kernel for that Triton's interpreter does not run
+    if not IS_OLD:
         two |= {"decode_context_parallel_size": 2, "before": {"start": ["context_parallel"]}}
         found["tokens shared out among two ranks"] = (two, COMPLETE)
     if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
