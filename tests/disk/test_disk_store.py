@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.audit import PAYLOAD, SLOT, allocated, audit, get, key, keys, open_disk, put
+from tests.disk.audit import (
+    PAYLOAD,
+    SLOT,
+    allocated,
+    audit,
+    folder_of,
+    get,
+    key,
+    keys,
+    open_disk,
+    put,
+)
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull, TierUnavailable
 
@@ -97,6 +108,7 @@ def test_the_least_recently_used_block_goes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["touch", "put", "put the missing", "get"])
 def test_a_prefix_loses_its_tail_before_its_head(tmp_path: Path, verb: str) -> None:
     store = open_disk(tmp_path, slots=4)
+    folder_of(store).upkeep.stop()  # it writes uses a second later, as if they were of then
     if verb == "put the missing":
         put(store, keys(0, 1))
         put(store, keys(0, 1, 2, 3))
