@@ -130,7 +130,7 @@ def test_an_adapter_is_what_was_loaded_and_not_what_is_there(
         for seed, name in enumerate(("served", "following"))
     )
     tiers, asked = [disk(tmp_path / "disk")], {"adapter": str(served)}
-    # The first is of many steps, with one of which news of the adapter comes on a busy machine, too.
+    # The first is of many steps, so that news of the adapter comes with one on a busy machine, too.
     batches = [[([7, 8, 9], 100)], *([(*one, asked)] for [one] in PROMPTS[:2])]
     lora = {"enable_lora": True, "max_lora_rank": 8}
     options = {"told": {"0": [["add_lora", {"folder": str(served)}]]}, **lora}
