@@ -26,10 +26,10 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.
 
 Others must manage all layers as one group, which is their default."""
-WHY_OLD = "that is only known to work with vLLM 0.32 and later"
-IS_OLD = (release_of(vllm_version) or NEWEST) < (0, 32)
-WHY_NO_STATES = WHY_OLD if IS_OLD else ""
-"""Why the states of recurrent layers can't be served by this vLLM; empty: they may be."""
+WHY_OLD = ""
+"""Why neither recurrent states nor blocks that ranks share out can be served; empty: they may."""
+if (release_of(vllm_version) or NEWEST) < (0, 32):
+    WHY_OLD = "that is only known to work with vLLM 0.32 and later"
 STATES_ON_V2 = (
     "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
     "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -76,7 +76,7 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
     """Raise ValueError for what the engine's settings alone show that it can't be served."""
     refuse_model(vllm_config)
     parallel = vllm_config.parallel_config
-    for axis, why in (("decode", WHY_OLD if IS_OLD else ""), ("prefill", "it was never run so")):
+    for axis, why in (("decode", WHY_OLD), ("prefill", "it was never run so")):
         name = f"{axis}_context_parallel_size"
         if why and (size := getattr(parallel, name, 1)) > 1:
             raise ValueError(
@@ -98,7 +98,7 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
 
 def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
     """Raise ValueError where the states of recurrent layers can't be served."""
-    why = WHY_NO_STATES
+    why = WHY_OLD
     if not why and len({group.tokens for group, _ in groups}) > 1:
         why = "their blocks have another size than those of attention"
     if why:

@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from spec.findings import DoctorFinding
 from tiers.engine.plugin import transfer_config
-from tiers.engine.vllm_groups import WHY_NO_STATES, refuse_settings
+from tiers.engine.vllm_groups import WHY_OLD, refuse_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,8 +51,8 @@ def examine_settings(config: VllmConfig) -> Iterator[DoctorFinding]:
             "error", found or str(error), change, "without kvtiers: all prompts computed"
         )
         return
-    if getattr(model, "is_hybrid", False) and WHY_NO_STATES:
-        found = f"the model has recurrent layers: {WHY_NO_STATES}"
+    if getattr(model, "is_hybrid", False) and WHY_OLD:
+        found = f"the model has recurrent layers: {WHY_OLD}"
         yield DoctorFinding("error", found, cost="another runner")
     if not config.cache_config.enable_prefix_caching:
         yield DoctorFinding(

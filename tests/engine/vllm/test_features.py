@@ -21,7 +21,6 @@ PROMPTS = [[(document + END, 8)] for document in documents(3, 576)]
 """What is before their ends must matter."""
 COMPLETE = 3 * 576
 BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-IS_OLD = engine_version() in ("0.29", "0.30", "0.31")
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
 
@@ -42,7 +41,7 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
     # Both have blocks of 64 tokens, of which each of these ranks has all, or its part.
     two = {"model": str(write_model(folder, QWEN_3)), "tensor_parallel_size": 2, "env": BOUND}
     found["blocks of 64 tokens on two ranks"] = ({**two, "block_size": 64}, COMPLETE)
-    if not IS_OLD:
+    if engine_version() >= "0.32":
         two |= {"decode_context_parallel_size": 2, "before": {"start": ["context_parallel"]}}
         found["tokens shared out among two ranks"] = (two, COMPLETE)
     if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
