@@ -415,7 +415,7 @@ def test_one_that_goes_back_is_opened_when_what_was_refused_is_closed(
         monkeypatch.setattr(OffloadingScheduler, "open_ahead", refused)
         monkeypatch.setattr(DiskStore, "close", slowly)
         pending = change(engine, chain_of(a, {**b, "durability": "sync"}))
-        assert (pending.why, pending.version) == ("the scheduler: no", 1)
+        assert (pending.why, pending.version) == ("the scheduler: tier disk: no", 1)
         assert changes_of(engine).chain == chain_of(a, b)
         assert served(engine, PROMPT)["disk"] > 0
 

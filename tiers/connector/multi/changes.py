@@ -36,6 +36,7 @@ from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
 from tiers.contract.connector import SchedulerConnector, do_nothing
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.stats import STATE, STATES, TierStats
+from tiers.errors import TierUnusable
 
 logger = logging.getLogger(__name__)
 
@@ -323,15 +324,14 @@ class Changes:
     def _open(self, stage: Stage) -> None:
         """Open this process's side, of which a thread makes the stores."""
         self._state = "opening"
-        shakes = self._reports.handshakes
-        tiers = [
-            (tier, sorted(shakes.get(place, ()), key=lambda shake: shake.rank))
-            for place, (_, tier) in self._attached.items()
-        ]
+        shakes, tiers = self._reports.handshakes, list(self._attached.items())
 
         def open_all() -> None:
-            for tier, handshakes in tiers:
-                tier.open_ahead(handshakes)
+            for place, (name, tier) in tiers:
+                try:
+                    tier.open_ahead(sorted(shakes.get(place, ()), key=lambda shake: shake.rank))
+                except TierUnusable as error:
+                    raise TierUnusable(f"tier {name}: {error}") from error
 
         self._opening = self._threads.submit(open_all) if tiers else None
 
