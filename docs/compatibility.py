@@ -25,6 +25,7 @@ SERVED = {
     "n-gram speculation": "Llama",
     "pipeline parallel 2": "Llama",
     "decode context parallel 2": "Qwen3",
+    "ranks on two hosts": "Llama",
     "data parallel 2": "Llama",
 }
 """What the cells are about, in the order of rows, and the architecture of the tests' model."""
@@ -79,6 +80,15 @@ that leave streams. Prompt log probabilities load nothing.
 Engines ran on 3.11 and 3.14, those on a GPU on 3.12. What needs none ran on 3.11 to 3.15 (`make
 test-python PYTHON=...`; on 3.15 lmdb and zstandard had to be compiled), on 3.11 with PyTorch 2.13,
 2.14.1 and 2.15.0, and with the oldest packages that `pyproject.toml` allows (`OLDEST=1`).
+
+## Hosts
+
+In the tables the second host is a process whose host has another name. With 0.32 two emulated ones
+(namespaces of network, mounts, processes and names, and another boot) ran by `--nnodes 2` and by
+Ray: both of its executors, TP 2, PP 2, and replicas by `--data-parallel-backend ray`. Answers from
+cpu and Redis were those without, also from what another kind of executor had stored, and while one
+host alone had no way to Redis. Ray kills its workers when an engine ends, and with them what is
+still being stored. No real second host ran.
 
 ## Processors
 

@@ -100,7 +100,7 @@ def runs(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(numbers)}"
         env = options.pop("env", {})
-        extras = "abort before is_async path preempt settled steps_in_flight told warmed"
+        extras = "abort before hosts is_async path preempt settled steps_in_flight told warmed"
         more = {name: options.pop(name) for name in extras.split() if name in options}
         control = options.pop("control", sockets)
         policy = options.pop("load_policy", "first")

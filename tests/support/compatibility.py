@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.engine.vllm.tiny_vllm import EngineFailed
@@ -43,9 +43,16 @@ class Cells:
         assert tokens and all(count > 0 for count in tokens.values()), tokens
         self._note(kind, {f"{tier}, {ranks}": int(count) for tier, count in tokens.items()})
 
-    def refused(self, kind: str, why: str, ranks: str | None = None, who: str = "refused") -> None:
+    def refused(
+        self,
+        kind: str,
+        why: str,
+        ranks: str | None = None,
+        who: str = "refused",
+        tiers: Sequence[str] = ("cpu", "disk", "redis"),
+    ) -> None:
         """Note that something is refused, with the reason that is given."""
-        names = ["any"] if ranks is None else [f"{t}, {ranks}" for t in ("cpu", "disk", "redis")]
+        names = ["any"] if ranks is None else [f"{tier}, {ranks}" for tier in tiers]
         self._note(kind, dict.fromkeys(names, f"{who}: {why}"))
 
     def conversations(self, prompts: int, ours: int, theirs: int) -> None:

@@ -134,9 +134,12 @@ def check(
     run_vllm: Callable[..., Run],
     batches: Sequence[Batch],
     tiers: Sequence[dict[str, Any]],
+    *,
+    refused: str = "",
     **options: Any,
 ) -> Run:
-    """The run of an engine that served the requests from each tier in turn, answers as without."""
+    """The run of an engine that served the requests from each tier in turn, answers as without;
+    `refused`: the one that it goes on without."""
     plain = run_vllm(batches, **options)
     answers = [tuple(tokens) for batch in plain.tokens for tokens in batch]
     asked = {repr(request) for batch in batches for request in batch}
@@ -144,7 +147,7 @@ def check(
     forgetting = from_each_tier(batches)
     run = run_vllm(tiers=tiers, max_wait="100s", on_reset="keep", **forgetting, **options)
     assert run.tokens == plain.tokens * 4
-    assert run.loaded().keys() == set(TIERS), run.tiers
+    assert run.loaded().keys() == set(TIERS) - {refused}, run.tiers
     return run
 
 
@@ -188,7 +191,12 @@ def test_adapters_take_turns(
         (prompt, 8, {"adapter": folder}) for prompt in PROMPTS[:2] for folder in folders
     ]
     without: Batch = [(prompt, 8, {}) for prompt in PROMPTS[:2]]
-    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+    lora: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": 8,
+    }
     run = check(
         run_vllm, [at_once, without], tiers, **placed(ranks), **lora, num_gpu_blocks_override=80
     )
@@ -302,6 +310,28 @@ def test_ranks_share_out_tokens(
     run = check(run_vllm, [batch], tiers, **shared)
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
     cells.loaded(kind, "TP 2", run.loaded())
+
+
+@of_ranks
+def test_ranks_on_two_hosts(
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, ranks: int
+) -> None:
+    """Each half of them is another process's. A disk is refused, and the chain goes on without."""
+    kind = "ranks on two hosts"
+    batch: Batch = [(prompt, 8) for prompt in PROMPTS]
+    if ranks == 1:
+        why = "must evenly divide the total world size"
+        with pytest.raises(EngineFailed, match=why):
+            run_vllm([batch], nnodes=2)
+        cells.refused(kind, why, "TP 1", who="vLLM refuses")
+        return
+    tiers[2]["url"] = tiers[2]["url"].replace("127.0.0.1", "0.0.0.0")  # else it is each host's own
+    run = check(run_vllm, [batch], tiers, refused="disk", hosts=2, **placed(ranks), **FEW)
+    assert run.loaded() == dict.fromkeys(("cpu", "redis"), len(PROMPTS) * FULL)
+    cells.loaded(kind, "TP 2", run.loaded())
+    why = "its blocks can be found on the host alone that stored them"
+    assert f"tier 'disk' is unusable and the chain goes on without it: {why}" in run.log
+    cells.refused(kind, why, "TP 2", tiers=("disk",))
 
 
 @of_ranks

@@ -11,9 +11,9 @@ the number of a batch, or `start`, the function of `damage` that is called befor
 arguments), `told` (for the number of a batch, the methods of LLM, `settle`, or functions of
 `training` or `live_changes`, that are called before it, or with `preempt` when it is preempted, and
 their arguments), `warmed` (how many blocks are loaded into host memory before the first batch),
-`settled` (whether each batch begins when all that was stored before is there), `is_async` (whether
-the engine is an AsyncLLM) and `steps_in_flight` (2: as by default on GPUs, see
-`two_steps_in_flight`).
+`settled` (whether each batch begins when all that was stored before is there), `hosts` (2: see
+`second_host`), `is_async` (whether the engine is an AsyncLLM) and `steps_in_flight` (2: as by
+default on GPUs, see `two_steps_in_flight`).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
@@ -45,7 +45,7 @@ from typing import Any, TypedDict
 
 from PIL import Image
 
-from tests.engine.vllm import live_changes, training
+from tests.engine.vllm import live_changes, second_host, training
 from tests.support import damage, packages
 from tiers.control.ask_engines import NoAnswer, ask
 
@@ -200,6 +200,8 @@ def run(job: dict[str, Any]) -> None:
     before = job.get("before", {})
     if change := before.get("start"):
         (getattr(damage, change[0], None) or getattr(training, change[0]))(*change[1:])
+    if job.get("hosts") == 2:
+        job["engine"] = second_host.join(job["engine"])
     llm: Any = training.Async(**job["engine"]) if job.get("is_async") else LLM(**job["engine"])
     assert bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling) == is_ahead
     if "warmed" in job:
