@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tiers.tuning.simulation import simulate
 
 CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}
-REDIS = {"type": "redis", "url": "redis://unused"}
+REDIS = {"type": "redis", "url": "redis://unused", "maxmemory": "1000GB"}
 HEALTHY = {"load_bandwidth": "5GB/s", "store_bandwidth": "5GB/s", "load_latency": "1ms"}
 LIKE = {"load_bandwidth": "3GB/s", "store_bandwidth": "10GB/s", "load_latency": "1ms"}
 Worlds = Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]]
@@ -37,13 +37,13 @@ WORLDS: Worlds = {
     "stores lag and drop": ([CPU, DISK], {"disk": HEALTHY | {"store_bandwidth": "1GB/s"}}),
     "memory, SSD and Redis": (
         [CPU, DISK | {"capacity": "400GB"}, REDIS],
-        {"disk": HEALTHY, "redis": HEALTHY | {"load_latency": "2ms", "capacity": "1000GB"}},
+        {"disk": HEALTHY, "redis": HEALTHY | {"load_latency": "2ms"}},
     ),
     "a link slower than computing": (
         [CPU | {"capacity": "32GB"}, REDIS],
-        {"redis": HEALTHY | {"load_bandwidth": "1GB/s", "capacity": "1000GB"}},
+        {"redis": HEALTHY | {"load_bandwidth": "1GB/s"}},
     ),
-    "equal links": ([DISK, REDIS], {"disk": LIKE, "redis": LIKE | {"capacity": "1000GB"}}),
+    "equal links": ([DISK, REDIS], {"disk": LIKE, "redis": LIKE}),
 }
 """Tiers, and the profiles of their links."""
 
@@ -128,14 +128,14 @@ def line(row: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, print a table and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=1200)
     parser.add_argument("--world", action="append", choices=[*WORLDS], help="all unless said")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     trace = open_trace(asked.trace)
     requests = list(islice(trace, asked.requests))
     print("simulated / real; hits and the worst difference in % of prompt tokens, times in s\n")
