@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.clock import Clock
-from tests.support.lookups import IndexedNames, look_up
+from tests.support.clock import Clock, wait_for
+from tests.support.lookups import IndexedNames, Names, look_up
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_keys import VisibilityCheck
 from tiers.connector.scheduler.store_manager import StoreManager
@@ -30,6 +30,19 @@ def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, False, True]
     clock.now += StoreManager.RECENT_SECONDS
     assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, True, True]
+    manager.close()
+
+
+@pytest.mark.parametrize("kind", [Names, IndexedNames])
+def test_what_a_lookup_misses_is_offered_again(kind: type[Names], clock: Clock) -> None:
+    """As of a server that was emptied, or whose `ttl` is over within the minute."""
+    store, keys = kind(b"a", b"b"), [b"a", b"b"]
+    manager = StoreManager(Guarded(store, "tier"), [b""], Generation(), clock)
+    manager.stored(keys)
+    store.names.remove(b"b")
+    lookup = Lookup()
+    wait_for(lambda: look_up(manager, keys, lookup) == 1)
+    assert manager.touch_and_list_missing(keys) == [False, True]
     manager.close()
 
 

@@ -278,8 +278,9 @@ class StoreManager(TierManager):
         return held
 
     def _note_asked(self, keys: Sequence[bytes], held: Sequence[bool]) -> None:
-        """Keys to load were looked up; it is noticed if none is ever found."""
+        """Keys to load were looked up: misses are offered anew. It is noticed if all are, ever."""
         if self.health().reads_up:
+            self._recent.discard(compress(keys, map(not_, held)))
             self._unfound.asked(keys, held)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
