@@ -599,6 +599,8 @@ def test_a_tier_shows_its_pace_though_it_takes_as_long_for_any_number_of_tokens(
     assert cost.gauges()["load_tokens_per_second"] == pytest.approx(1024)
     cost = loaded((1024, 1.0, WHOLE), (256, 1.0, WHOLE))
     assert cost.gauges() == {"load_latency_seconds": 1.0, "load_engine_seconds": 0.0}
+    cost = loaded(*((tokens, 0.001, WHOLE) for tokens in (32, 96, 32)))
+    assert "load_tokens_per_second" not in cost.gauges(), "rounding leaves 10^19 of them"
 
 
 def test_what_loads_wait_for_each_other_is_not_what_the_engine_takes_for_them() -> None:

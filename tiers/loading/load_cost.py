@@ -17,8 +17,8 @@ LEAST_TOKENS = 64
 MOST_DOUBT = 10
 """Failed loads in a row beyond which a tier is not doubted more: it then counts as a thousand
 times slower than measured."""
-LEAST_SECONDS = 1e-9
-"""For a block, where a fit has no cost."""
+LEAST_SECONDS = ROUNDING = 1e-9
+"""For a block, where a fit has no cost; and the part of a cost that may be all rounding."""
 HEARD = 64
 """Loads of which the one that the engine took least time for, beside its own, counts."""
 
@@ -226,4 +226,4 @@ class LatencyModel:
         slope = (xy - x * y) / spread if spread > 0.1 * x * x else 0.0
         # Neither part may be negative at the mean.
         fixed = min(max(slope, 0.0), y / x)
-        return LinearFit(fixed, max(0.0, y - fixed * x))
+        return LinearFit(fixed, max(0.0, y - fixed * x - ROUNDING * y))
