@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.disk.audit import Other, audit, get, key, keys, opened, put, put_row, run_code
+from tests.disk.audit import SLOT, Other, audit, get, key, keys, opened, put, put_row, run_code
 from tiers.disk.index.edit import index_key
+from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -69,6 +71,33 @@ def test_a_damaged_seal_counts_and_a_missing_one_does_not(tmp_path: Path) -> Non
             seal.write_bytes(content)
         with opened(tmp_path) as store:
             assert get(store, keys(0)) == [kept]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_copy_of_a_folder_that_was_open_starts_empty(
+    tmp_path: Path, killed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its index may be torn; the folder itself is not, and a copy of a closed one has all."""
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    other = Other(OTHER, first)
+    assert other.hear() == "open"
+    if not killed:
+        shutil.copytree(first, copy)
+    other.kill()
+    if killed:
+        shutil.copytree(first, copy)
+    examined = DiskSpec(path=copy, capacity=SLOT).examine()
+    assert [one.found for one in examined if "will start empty" in one.found]
+    for folder, held in ((copy, False), (first, True)):
+        with opened(folder) as store:
+            assert get(store, keys(0)) == [held]
+            put(store, keys(0))
+    assert "it was copied while it was in use" in caplog.text
+    shutil.rmtree(copy)
+    shutil.copytree(first, copy)
+    with opened(copy) as store:
+        assert get(store, keys(0)) == [True]
 
 
 @pytest.mark.fault

@@ -539,7 +539,7 @@ def test_a_folder_that_can_not_be_looked_at_is_not_open(
     def fails(folder: Folder) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(Folder, "_check_files", fails)
+    monkeypatch.setattr(Folder, "_files", fails)
     refused(tmp_path, "No such file or directory")
 
 

@@ -163,9 +163,6 @@ class Folder:
                 f"{socket} is an engine's, which listens there or was killed; remove it in that "
                 "case, else name a folder of the tier's own"
             )
-        self._check_files()
-
-    def _check_files(self) -> None:
         # We would write wherever a planted link points.
         for file in self._files():
             try:

@@ -53,8 +53,7 @@ def open_folder(path: Path, capacity: int | None, access: Access, release: Relea
         with translated(path):
             folder.prepare()
             for _ in range(_TRIES):
-                opened = _open(folder, capacity, access, release)
-                if opened is not None:
+                if (opened := _open(folder, capacity, access, release)) is not None:
                     return opened
             raise TierNotOpen(
                 f"{path}: other processes kept opening and closing the folder; try again later"
@@ -78,15 +77,12 @@ def _open(
         folder.remove_gone()
         with opened.translated():
             opened.start(owners, orphans, capacity)
-    except Damaged as error:
+    except BaseException as error:
         opened.abandon()
-        if owners.alive:
+        if owners.alive or not isinstance(error, Damaged):
             raise
         logger.warning("disk tier %s: %s", folder.path, error)
         return None  # it is condemned now, so the next try wipes it
-    except BaseException:
-        opened.abandon()
-        raise
     return opened
 
 
@@ -106,10 +102,8 @@ def _become_owner(
     else:
         if clean_close.state(folder) != compared.state:
             return None
-        if owners.unsynced_crash:
-            folder.wipe("the machine went down while it was in use")
-        elif compared.wrong is not None:
-            folder.wipe(compared.wrong)
+        if why := owners.torn or compared.wrong:
+            folder.wipe(why)
     direct, chosen = choose_direct(folder.path, folder.lock, access.io, capacity)
     try:
         owned = _open_files(folder, owners, access, direct, release)

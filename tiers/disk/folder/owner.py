@@ -1,10 +1,10 @@
-"""Who has the folder open: one empty, locked file for each process.
+"""Who has the folder open: one locked file for each process.
 
-The file's name has the process, its host, the host's boot and whether commits were synced. A file
-that was left over shows what happened:
+Its name has the process, its host, the host's boot and whether commits were synced; its text has
+the inode of the folder's lock. A file that was left over shows what happened:
 
 - Its lock is free and the boot is this one: the process died and the page cache survived. Only its
-  reserved slots need repair.
+  reserved slots need repair. Another lock: the folder was copied while the process wrote to it.
 - Another boot of this host: the machine went down with the tier open. The index can be trusted only
   if each commit was synced.
 - Another host: it may have the folder open now, since its locks may not reach us.
@@ -55,12 +55,12 @@ def this_host() -> Host:
 
 class Owners(NamedTuple):
     """The owners of a folder. `alive`: ids; `dead`: files. `rebooted`: one died with its machine.
-    `unsynced_crash`: one of those did not sync its commits. `refusal`: why we must not open."""
+    `torn`: why the index can't be trusted; empty: it can. `refusal`: why we must not open."""
 
     alive: frozenset[bytes]
     dead: tuple[Path, ...]
     rebooted: bool
-    unsynced_crash: bool
+    torn: str
     refusal: str | None
 
 
@@ -70,11 +70,10 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
     `one_host`: two hosts can't have the folder's file system mounted at once, so an owner of
     another boot is dead, whatever its machine. Raises OSError.
     """
-    us = this_host()
+    us, mark = this_host(), _mark(owners)
     alive: set[bytes] = set()
     dead: list[Path] = []
-    rebooted = unsynced_crash = False
-    refusal = None
+    rebooted, torn, refusal = False, "", None
     try:
         files = list(owners.iterdir())
     except FileNotFoundError:  # a copy of a closed tier may leave out a folder with nothing in it
@@ -83,7 +82,7 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
         name = _NAME.match(file.name)
         if name is None:
             continue
-        locked, other_boot = _is_locked(file), name["boot"] != us.boot
+        (locked, text), other_boot = _look(file), name["boot"] != us.boot
         is_ours = one_host or name["machine"] == us.machine != _NAMELESS
         if other_boot and (locked or not is_ours):
             refusal = _of_stranger(file, name["host"], locked)
@@ -94,8 +93,16 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
         else:
             dead.append(file)
             rebooted |= other_boot
-            unsynced_crash |= other_boot and not name["synced"]
-    return Owners(frozenset(alive), tuple(dead), rebooted, unsynced_crash, refusal)
+            if other_boot and not name["synced"]:
+                torn = "the machine went down while it was in use"
+            elif text not in (b"", mark):
+                torn = torn or "it was copied while it was in use"
+    return Owners(frozenset(alive), tuple(dead), rebooted, torn, refusal)
+
+
+def _mark(owners: Path) -> bytes:
+    """What a copy of the folder has another of: the inode of its lock, if it has one."""
+    return b"".join(b"%d" % lock.stat().st_ino for lock in owners.parent.glob("lock"))
 
 
 def _of_stranger(file: Path, host: str, locked: bool) -> str:
@@ -118,13 +125,14 @@ def _of_twin(file: Path) -> str:
     )
 
 
-def _is_locked(file: Path) -> bool:
+def _look(file: Path) -> tuple[bool, bytes]:
+    """Whether an owner's file is locked, and its text."""
     try:
         handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:  # a clean close removes its file without the folder's lock
-        return False
+        return False, b""
     try:
-        return not try_lock(handle)
+        return not try_lock(handle), os.read(handle, 32)
     finally:
         release(handle)
 
@@ -142,6 +150,8 @@ class Owner:
         self._handle = os.open(self.file, flags, 0o600)
         try:
             try_lock(self._handle)
+            with suppress(OSError):  # on a full disk a copy goes unseen
+                os.write(self._handle, _mark(owners))
             # Otherwise a power cut could lose the name but keep index pages written after it.
             sync_folder(owners)
         except BaseException:
