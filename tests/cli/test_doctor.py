@@ -161,7 +161,11 @@ def test_the_engines_own_environment(
 def test_the_folder_of_commands(kvtiers: Run, write: Any, tmp_path: Path) -> None:
     """An engine would serve without it."""
     (tmp_path / "file").touch()
-    for name, says in (("new", "fine        control: engines listen"), ("file", "is no folder")):
+    for name, says in (
+        ("new", "fine        control: engines listen"),
+        ("file", "is no folder"),
+        ("x" * 300, "x: File name too long"),
+    ):
         control = {"folder": str(tmp_path / name)}
         status, out, _ = kvtiers(
             "doctor", write({"type": "cpu", "capacity": "1MiB"}, control=control)

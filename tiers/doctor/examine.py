@@ -17,7 +17,7 @@ from tiers.concurrency.executors import IoExecutor
 from tiers.control.control_server import FolderRefused, prepare_folder, runtime_folder
 from tiers.doctor.isolated import SECONDS, Check, Found, run
 from tiers.doctor.machine import examine_machine
-from tiers.doctor.software import examine_engine, examine_hashes, examine_plugins, hashes
+from tiers.doctor.software import examine_engine, examine_hashes, examine_plugins
 
 ENGINE_SECONDS = 120.0
 """Limit for making the engine's configuration: its import takes 7 s, more from a cold disk."""
@@ -91,7 +91,7 @@ def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
 
 def _examine_control(control: ControlSpec) -> Iterator[DoctorFinding]:
     folder = control.folder or runtime_folder()
-    there = folder.exists()
+    there = os.path.exists(folder)  # of Path it raises where the engine only does without
     try:
         prepare_folder(folder)
     except FolderRefused as error:
@@ -127,4 +127,5 @@ def examine_model(
         return
     yield from examine_settings(config)
     if chain is not None:
-        yield hashes(str(config.cache_config.prefix_caching_hash_algo), environ)
+        algorithm = str(config.cache_config.prefix_caching_hash_algo)
+        yield from examine_hashes(chain, environ, algorithm)

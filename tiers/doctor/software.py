@@ -64,33 +64,30 @@ def _registration(environ: Mapping[str, str]) -> DoctorFinding:
     )
 
 
-def examine_hashes(chain: ChainSpec, environ: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """Findings about the hashes of prefixes, where the engine's arguments are not known."""
+def examine_hashes(
+    chain: ChainSpec, environ: Mapping[str, str], algorithm: str = ""
+) -> Iterator[DoctorFinding]:
+    """Findings about the hashes of prefixes. `algorithm`: the engine's; "": it is not known."""
     if not any(isinstance(tier, StoreSpec) for tier in chain.tiers):
         return
     if environ.get(_SEED):
         yield DoctorFinding("fine", f"{_SEED} is set: set the same wherever blocks are to be found")
-    else:
-        yield hashes("", environ)
-
-
-def hashes(algorithm: str, environ: Mapping[str, str]) -> DoctorFinding:
-    """A finding about the engine's hash algorithm; "": it is not known."""
-    if algorithm.startswith("sha256") or environ.get(_SEED):
-        return DoctorFinding("fine", f"prefix hashes ({algorithm}) are the same in every process")
-    if not algorithm:
-        return DoctorFinding(
+    elif algorithm.startswith("sha256"):
+        yield DoctorFinding("fine", f"prefix hashes ({algorithm}) are the same in every process")
+    elif not algorithm:
+        yield DoctorFinding(
             "can't tell",
             "whether other processes find these blocks: they do with vLLM's default, sha256",
             f"with another --prefix-caching-hash-algo set {_SEED}; --model names it here",
         )
-    return DoctorFinding(
-        "warning",
-        f"the hash algorithm {algorithm} begins at random in each process: no other one, nor this "
-        "one after a restart, finds what is stored on disk or in Redis",
-        f"set {_SEED}=0 for all engines, or --prefix-caching-hash-algo sha256",
-        "what is stored so far is not found",
-    )
+    else:
+        yield DoctorFinding(
+            "warning",
+            f"the hash algorithm {algorithm} begins at random in each process: no other one, nor "
+            "this one after a restart, finds what is stored on disk or in Redis",
+            f"set {_SEED}=0 for all engines, or --prefix-caching-hash-algo sha256",
+            "what is stored so far is not found",
+        )
 
 
 def examine_plugins() -> Iterator[DoctorFinding]:
