@@ -70,6 +70,8 @@ def test_staging_alone(machine: Machine) -> None:
     chain["tiers"][0]["path"] = "/nowhere"  # type: ignore[index]
     (memory, *_) = examine_machine(load_chain(chain), machine(2))
     assert memory.gravity == "warning" and "staging gets fewer slots" in memory.found
+    assert memory.change == "lower staging, to 1.875GiB", "no capacity is of memory"
+    assert memory.cost.startswith("fewer blocks in flight")
 
 
 def test_pinned_memory_is_counted_where_there_is_a_device(machine: Machine) -> None:

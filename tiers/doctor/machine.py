@@ -59,12 +59,15 @@ def _memory(pool: PoolSize | None, root: Path) -> Iterator[DoctorFinding]:
         return
     higher = ", or raise the container's limit" if limits else ""
     names = ", ".join(sorted(left_out))
-    who = f"tier {names} would be left out" if names else "staging gets fewer slots"
+    who, lower, cost = "staging gets fewer slots", f"staging, to {format_size(room)}", "in flight"
+    if names:
+        who, cost = f"tier {names} would be left out", "in memory"
+        lower = f"capacity, to {format_size(room)} with staging"
     yield DoctorFinding(
         "error" if names else "warning",
         f"{where}, a sixteenth of which stays free, and {need}: {who}",
-        f"lower capacity, to {format_size(room)} with staging{higher}",
-        "fewer hits in memory, and nothing else; the engine's own memory comes on top",
+        f"lower {lower}{higher}",
+        f"fewer blocks {cost}, and nothing else; the engine's own memory comes on top",
     )
 
 
