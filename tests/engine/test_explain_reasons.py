@@ -139,7 +139,10 @@ def test_a_lookup_that_takes_too_long(
     one = slow(max_wait="200ms")
     ask(one)
     store.pace.hang("has")
-    ask(one)
+    one.add(PROMPT, 2)
+    one.step()
+    assert (last_told(one)["state"], why(one, "slow")) == ("waiting", "looking")
+    one.run()
     store.pace.resume()
     assert why(one, "slow") == "late"
 
@@ -189,6 +192,8 @@ def test_what_another_load_brought(made: MakeEngine, tmp_path: Path) -> None:
     one.scheduler.pool.forget_all()
     for _ in range(2):
         one.add(PROMPT, 2)
+    one.step()
+    assert (last_told(one)["state"], why(one, "disk")) == ("waiting", "waiting")
     one.run()
     first, second = explained(one)[-2:]
     assert first["attempts"][0]["loaded"] == {"disk": 48}

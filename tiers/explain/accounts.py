@@ -31,6 +31,8 @@ REASONS = {
     "load_failed": "the load of the block failed, or was late",
     "earlier": "another tier's load failed at an earlier block",
     "loading": "the load is in flight",
+    "looking": "its lookup is in flight",
+    "waiting": "the request has yet to begin",
 }
 """Why a tier served or did not, and what the words mean."""
 PARTS = ("queue", "load", "check", "copy")
@@ -165,7 +167,7 @@ class Accounts:
             return "miss"
         choice = attempt.choice
         if choice is None:
-            return "loading"
+            return "looking" if child in attempt.unanswered else "waiting"
         if child in choice.passed:
             return "computing"
         if choice.tokens and not attempt.external:

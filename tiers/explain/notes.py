@@ -181,10 +181,7 @@ class Attempt:
             self.loaded_at = time.perf_counter()
 
     def _part(self, block: int) -> LoadPart | None:
-        for part in self.parts:
-            if part.ranges[0].start == block:
-                return part
-        return None
+        return next((part for part in self.parts if part.ranges[0].start == block), None)
 
     @property
     def waited(self) -> float:
