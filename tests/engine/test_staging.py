@@ -13,7 +13,7 @@ import pytest
 from spec.chain import ChainSpec
 from spec.load import load_chain
 from tests.support.clock import wait_for
-from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
+from tests.support.replay_chains import HYBRID, MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.admission import QUIET_SECONDS, WINDOW_SECONDS
 from tiers.lab.replay import ReplayEngine, ReplayModel
@@ -96,6 +96,25 @@ def test_what_never_finds_room_is_counted_when_its_request_ends(
     assert measured(made, "store_dropped_inflight") == 101 - 16
     assert measured(made, "store_taken") == 16
     store.pace.resume()
+
+
+def test_what_a_window_left_before_it_found_room_is_counted(
+    engine: MakeEngine, store: TroubledStore
+) -> None:
+    """The engine has given it to others by then: it can't be stored later."""
+    made = engine(chain(), model=HYBRID, num_blocks=400, batch_tokens=500, prefix_caching=False)
+    request, scheduler = made.add(LONG, 30), scheduler_of(made)
+    store.pace.hang("put")
+    while not scheduler._stores.slots_pinned:
+        made.step()
+    made.step()
+    store.pace.resume()
+    step_as_stores_end(made, lambda: len(request.output) < 29)
+    made.run()
+    made.settle()
+    dropped = measured(made, "store_dropped_inflight")
+    parts = len(scheduler._requests.groups)
+    assert dropped and measured(made, "store_taken") + dropped == parts * 107
 
 
 def test_offering_again_costs_a_step_the_same_however_much_waits(

@@ -212,8 +212,8 @@ class TierStores:
         last = scheduled.complete * len(requests.groups)
         numbers = [number for number in islice(waiting, most) if number < last]
         offers = _kept(requests, tier_request.request_state, numbers, scheduled.before)
-        for number in set(numbers) - set(offers.numbers):
-            del waiting[number]  # the engine has given it away
+        gone = {*numbers}.difference(offers.numbers)  # the engine has given them away
+        self._tier.count(**Counter(map(waiting.pop, gone)))
         self._retries -= len(offers.keys)
         items, refused = self.claim(offers, [*self._misses(offers.keys)], tier_request.cut)
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
