@@ -87,12 +87,12 @@ def test_stored_and_being_stored(
     go.clear()
     finish(made, OTHER)
     assert made.connector is not None
-    assert any(
-        scheduler_of(made, n)._stores.slots_pinned for n in range(len(made.connector.children))
-    )
+    halves = [scheduler_of(made, n) for n in range(len(made.connector.children))]
+    assert any(half._stores.slots_pinned for half in halves)
     assert made.reset_cache()
     go.set()
     made.settle()
+    assert not any(half.manager.slots_kept() for half in halves), "nobody would find them"
     for prompt in (PROMPT, OTHER):
         request = made.generate(prompt, 3)
         assert request.loaded_tokens == 0
