@@ -34,6 +34,12 @@ class Asked(Plain):
     def examine(self) -> Iterator[DoctorFinding]:
         yield DoctorFinding("note", "its bucket is far away", "name a nearer one", "a euro a day")
         raise ZeroDivisionError("of a plugin")
+
+class Deadly(Plain):
+    type: Literal["deadly"] = "deadly"
+    def examine(self) -> Iterator[DoctorFinding]:
+        os.abort()
+        yield
 """
 
 
@@ -70,7 +76,8 @@ def test_what_would_keep_a_tier_from_serving(kvtiers: Run, write: Any, tmp_path:
 
 
 def test_json(kvtiers: Run, write: Any, tmp_path: Path) -> None:
-    path = write({"type": "disk", "capacity": "1MiB", "path": str(tmp_path / "kv")})
+    disk = {"type": "disk", "capacity": "1MiB", "path": str(tmp_path / "kv")}
+    path = write({"type": "cpu", "capacity": "1MiB"}, disk)
     status, out, err = kvtiers("doctor", path, "--json")
     found = json.loads(out)["findings"]
     assert (status, err) == (0, "")
@@ -118,11 +125,13 @@ def test_nothing_heavy_is_loaded_before_the_forks(write: Any) -> None:
 
 
 def test_tiers_of_plugins(kvtiers: Run, plugin: Install, write: Any) -> None:
-    plugin("examined", EXAMINED, plain="Plain", asked="Asked")
+    plugin("examined", EXAMINED, plain="Plain", asked="Asked", deadly="Deadly")
     plugin("broken", "import nothing_of_that_name", broken="Broken")
     status, out, err = kvtiers("doctor", write({"type": "plain"}, {"type": "asked"}), "--json")
     found = json.loads(out)["findings"]
     assert (status, err) == (0, "")
+    status, out, _ = kvtiers("doctor", write({"type": "deadly"}))
+    assert status == 1 and out.startswith("error       deadly: its place did not answer within 20")
     note, failed = sorted(
         (each for each in found if each["about"] == "asked"), key=lambda each: each["gravity"]
     )[::-1]
@@ -161,8 +170,10 @@ def test_the_engines_own_environment(
 def test_the_folder_of_commands(kvtiers: Run, write: Any, tmp_path: Path) -> None:
     """An engine would serve without it."""
     (tmp_path / "file").touch()
+    (tmp_path / "there").mkdir(mode=0o700)
     for name, says in (
         ("new", "fine        control: engines listen"),
+        ("there", "fine        control: engines listen"),
         ("file", "is no folder"),
         ("x" * 300, "x: File name too long"),
     ):
@@ -170,8 +181,8 @@ def test_the_folder_of_commands(kvtiers: Run, write: Any, tmp_path: Path) -> Non
         status, out, _ = kvtiers(
             "doctor", write({"type": "cpu", "capacity": "1MiB"}, control=control)
         )
-        assert status == 0 and says in out
-    assert not (tmp_path / "new").exists()
+        assert status == 0 and says in out and out.count("control: ") == 1
+    assert not (tmp_path / "new").exists() and (tmp_path / "there").exists()
 
 
 def test_options_that_can_not_be_used(kvtiers: Run, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from spec.findings import GRAVITIES, DoctorFinding
+from tests.support.clock import wait_for
 from tiers.doctor.isolated import Check, run
 from tiers.errors import TierUnusable
 
@@ -43,19 +45,20 @@ def test_more_findings_than_a_pipe_holds() -> None:
 
 
 def test_one_that_hangs_is_left_behind_with_what_it_found(tmp_path: Path) -> None:
+    """What it has started, such as a tool, ends with it."""
     os.mkfifo(tmp_path / "fifo")
 
     def hang() -> Iterator[DoctorFinding]:
         yield FIRST
-        (tmp_path / "pid").write_text(str(os.getpid()))
+        tool = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / "pids").write_text(f"{os.getpid()} {tool.pid}")
         (tmp_path / "fifo").open()
 
     assert results(hang, 2.0) == [FIRST, SILENT]
-    with pytest.raises(ProcessLookupError):
-        while True:  # it is gone, as soon as the kernel has ended it
-            pid = int((tmp_path / "pid").read_text())
-            os.kill(pid, 0)
-            os.waitpid(pid, 0)
+    check, tool = map(int, (tmp_path / "pids").read_text().split())
+    with suppress(ChildProcessError):
+        os.waitpid(check, 0)
+    wait_for(lambda: not os.path.exists(f"/proc/{tool}/exe"))
 
 
 HANGS = """

@@ -99,22 +99,24 @@ def test_what_never_finds_room_is_counted_when_its_request_ends(
 
 
 def test_what_a_window_left_before_it_found_room_is_counted(
-    engine: MakeEngine, store: TroubledStore
+    engine: MakeEngine, store: TroubledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has given it to others by then: it can't be stored later."""
+    used: list[int] = []
     made = engine(chain(), model=HYBRID, num_blocks=400, batch_tokens=500, prefix_caching=False)
     request, scheduler = made.add(LONG, 30), scheduler_of(made)
     store.pace.hang("put")
     while not scheduler._stores.slots_pinned:
         made.step()
     made.step()
+    monkeypatch.setattr(scheduler.manager, "touch_prefix", lambda keys: used.append(len(keys)))
     store.pace.resume()
     step_as_stores_end(made, lambda: len(request.output) < 29)
     made.run()
     made.settle()
     dropped = measured(made, "store_dropped_inflight")
-    parts = len(scheduler._requests.groups)
-    assert dropped and measured(made, "store_taken") + dropped == parts * 107
+    offered = 107 * len(scheduler._requests.groups)
+    assert dropped and measured(made, "store_taken") + dropped == offered == used[-1]
 
 
 def test_offering_again_costs_a_step_the_same_however_much_waits(

@@ -420,21 +420,51 @@ def test_a_tier_that_may_have_less_in_flight_by_now_is_offered_nothing_again() -
     assert _answer(halves, prompt, 5 * TOKENS + 1)[1] == []
 
 
-def test_a_prefix_that_is_stored_in_steps_is_used_again_as_one() -> None:
+@pytest.mark.parametrize("stored_first", [False, True])
+def test_a_prefix_that_is_stored_in_steps_is_used_again_as_one(stored_first: bool) -> None:
     """A store evicts first what was stored first: else the head would go before its tail."""
     halves = Halves(cpu_blocks=2 * BLOCKS)
-    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
-    used: list[int] = []
-    manager.touch_prefix = lambda keys: used.append(len(keys))
+    used = _used(halves)
     prompt = Prompt(1, 5)
     _, (job,) = _begin(halves, [prompt], blocks=2)
     for blocks in (2, 3, 4):
         halves.hear([OffloadingWorkerMetadata(), _ended(job)])
         _, (job,) = _answer(halves, prompt, blocks * TOKENS, TOKENS)
+    if stored_first:
+        halves.hear([OffloadingWorkerMetadata(), _ended(job)])
     assert used == [4]
     halves.chain.request_finished(prompt, [])
-    halves.hear([OffloadingWorkerMetadata(), _ended(job)])
+    if not stored_first:
+        halves.hear([OffloadingWorkerMetadata(), _ended(job)])
     assert used == [4, 5]
+
+
+def test_a_prefix_whose_last_block_is_there_already_is_used_again_as_one() -> None:
+    """An engine that schedules ahead has completed it when the request has ended."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    used = _used(halves)
+    prompt, hashes = Prompt(1, 5), Prompt(1, 5).block_hashes
+    _, (job,) = _begin(halves, [prompt], blocks=3)
+    for known in (5, 4):
+        halves.hear([OffloadingWorkerMetadata(), _ended(job)])
+        prompt.block_hashes = hashes[:known]
+        _, jobs = _answer(halves, prompt, (8 - known) * TOKENS, TOKENS)
+        (job,) = jobs or [job]
+    assert not jobs, "its last token is not known"
+    halves.index.names |= halves._names([hashes[4] + bytes(GROUP_BYTES)])
+    prompt.block_hashes, prompt.num_computed_tokens = hashes, 5 * TOKENS
+    halves.chain.request_finished(prompt, prompt.get_block_ids()[0])
+    assert not used
+    assert not halves.chain.build_connector_meta(Step([], {})).metadata[1].reqs_to_store
+    assert used == [5]
+
+
+def _used(halves: Halves) -> list[int]:
+    """How many blocks of a prefix are counted as used, each time that they are."""
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
+    used: list[int] = []
+    manager.touch_prefix = lambda keys: used.append(len(keys))
+    return used
 
 
 def _ended(job: StoreJob) -> OffloadingWorkerMetadata:

@@ -18,7 +18,7 @@ from spec.offloading import StoreContext, StoreSpec
 from tests.support.clock import wait_for
 from tiers.block import Buffer
 from tiers.concurrency.executors import in_background
-from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
+from tiers.errors import TierNotOpen, TierRefused, TierUnavailable, TierUnusable
 from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
@@ -128,15 +128,20 @@ def test_a_put_of_which_a_part_fails_says_what_is_stored(tmp_path: Path) -> None
     keys = [make_key() for _ in range(2)]
 
     class Half(DirectoryBucket):
+        refused = 0
+
         def put(self, name: str, parts: Sequence[Buffer]) -> bool:
             if name == pack.name_of(keys[1]):
+                self.refused += 1
                 raise TierUnavailable("no answer")
             return super().put(name, parts)
 
     (tmp_path / "shared").mkdir(0o700)
-    store = PackStore(Half(tmp_path / "shared"), PAYLOAD, timeout=60, connections=CONNECTIONS)
+    bucket = Half(tmp_path / "shared")
+    store = PackStore(bucket, PAYLOAD, timeout=60, connections=CONNECTIONS)
     try:
         assert store.put(Memory(keys, PAYLOAD).fill().blocks) == [True, False]
+        assert bucket.refused == 1, "a server in trouble is sent it once"
         assert store.has(keys) == [True, False]
         with pytest.raises(TierUnavailable, match="no answer"):
             store.put(Memory(keys[1:], PAYLOAD).fill().blocks)
@@ -342,14 +347,42 @@ def test_a_block_that_is_asked_for_twice_in_a_prompt_comes_twice(tmp_path: Path)
         store.close()
 
 
-def test_what_another_deleted_is_believed_until_it_is_to_be_forgotten(tmp_path: Path) -> None:
+def test_records_that_did_not_come_in_time_are_not_damaged(tmp_path: Path) -> None:
+    """Else a load that is given up deletes what it asked for."""
+    left, keys = [60.0], [make_key() for _ in range(3)]
+
+    class Late(DirectoryBucket):
+        def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
+            if start and name == pack.name_of(keys[1]):
+                left[0], into = 0.0, into[:1]
+            return super().read(name, start, into)
+
+    (tmp_path / "shared").mkdir(0o700)
+    store = PackStore(Late(tmp_path / "shared"), PAYLOAD, timeout=60, connections=CONNECTIONS)
+    other = SharedSpec(path=tmp_path / "shared").open(StoreContext(PAYLOAD))
+    assert all(other.put(_placed(keys, 1)))
+    with Waiting(lambda: left[0]):
+        assert not any(store.get(_placed(keys, 1)))
+    assert left == [0.0]
+    assert (store.damaged(), other.get(_placed(keys, 1))) == (0, [True, True])
+    store.close()
+    other.close()
+
+
+@pytest.mark.parametrize("notices", ["it is to forget", "a load finds nothing"])
+def test_what_another_deleted_is_believed_until_that_is_noticed(
+    tmp_path: Path, notices: str
+) -> None:
     (tmp_path / "shared").mkdir(0o700)
     store, other = (SharedSpec(path=tmp_path / "shared").open(StoreContext(PAYLOAD)) for _ in "ab")
     keys = [make_key() for _ in range(3)]
     assert all(store.put(_placed(keys, 0)))
     other.drop(keys)
     assert store.held_prefix([keys]) == [3]
-    store.forget()
+    if notices == "it is to forget":
+        store.forget()
+    else:
+        assert not any(store.get(_placed(keys, 0)))
     assert store.held_prefix([keys]) == [0]
     store.close()
     other.close()
@@ -366,21 +399,26 @@ def test_a_pack_that_another_process_put_meanwhile_is_not_damaged(tmp_path: Path
     theirs = [*keys[:5], *(make_key() for _ in range(3))]
     assert all(other.put(_placed(keys[:3], 0)) + other.put(_placed(keys, 3)))
 
+    read: list[str] = []
+
     def replace(name: str) -> None:
-        if name == pack.name_of(keys[3]):
-            bucket.before = lambda name: None
+        read.append(name)
+        if name == pack.name_of(keys[3]) and read.count(name) == 1:
             other.drop([keys[3]])
             assert all(other.put(_placed(theirs, 3)))
 
     bucket.before = replace
     assert store.get(_placed(keys, 0)) == [True] * 5 + [False] * 3
+    assert read.count(pack.name_of(keys[0])) == 1, "nothing is read over what has come"
     assert store.damaged() == 0
     assert all(other.get(_placed(theirs, 0)))
     store.close()
     other.close()
 
 
-@pytest.mark.parametrize("answer", ["as it was", None, TierUnavailable("no answer")], ids=str)
+@pytest.mark.parametrize(
+    "answer", ["as it was", "and stays", None, TierUnavailable("no answer")], ids=str
+)
 def test_a_pack_is_damaged_if_its_index_still_says_what_did_not_verify(
     tmp_path: Path, answer: object
 ) -> None:
@@ -394,6 +432,11 @@ def test_a_pack_is_damaged_if_its_index_still_says_what_did_not_verify(
             if self.looks == 2 and isinstance(answer, Exception):
                 raise answer
             return None if self.looks == 2 and answer is None else super().read(name, start, into)
+
+        def delete(self, names: Sequence[str]) -> None:
+            if answer == "and stays" and names:
+                raise TierRefused("it may only read")
+            super().delete(names)
 
     (tmp_path / "shared").mkdir(0o700)
     bucket, keys = Changing(tmp_path / "shared"), [make_key() for _ in range(3)]
@@ -409,8 +452,11 @@ def test_a_pack_is_damaged_if_its_index_still_says_what_did_not_verify(
         bucket.looks = 0
         assert store.get(_placed(keys, 0)) == [True, True, False]
         assert bucket.looks == 2
-        is_damaged = answer == "as it was"
-        assert (store.damaged(), file.exists()) == (int(is_damaged), not is_damaged)
+        bucket.looks = 3  # and all answers are as they are from now on
+        is_damaged, goes = isinstance(answer, str), answer == "as it was"
+        assert (store.damaged(), file.exists()) == (int(is_damaged), not goes)
+        assert store.held_prefix([keys]) == [0 if goes else 3], "no index of it is believed"
+        assert store.get(_placed(keys, 2)) == [False], "a miss, also where nothing can be deleted"
     finally:
         store.close()
 
