@@ -58,6 +58,8 @@ def test_a_control_group_that_leaves_too_little(machine: Machine) -> None:
     assert "10GiB of memory can be had, all that the control group's limit leaves" in memory.found
     assert "takes 42.25GiB" in memory.found and "tier ram40GiB would be left out" in memory.found
     assert "to 9.375GiB with staging, or raise the container's limit" in memory.change
+    (memory, *_) = findings(machine(8, limit=12, used=2), "2GiB")
+    assert "8GiB of memory can be had, and" in memory.found, "it is not the limit that decides"
 
 
 def test_a_sixteenth_stays_free(machine: Machine) -> None:
@@ -74,7 +76,9 @@ def test_staging_alone(machine: Machine) -> None:
     assert memory.cost.startswith("fewer blocks in flight")
 
 
-def test_pinned_memory_is_counted_where_there_is_a_device(machine: Machine) -> None:
+def test_pinned_memory_is_counted_where_there_is_a_device(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = machine(64)
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, before[1]))
@@ -85,6 +89,9 @@ def test_pinned_memory_is_counted_where_there_is_a_device(machine: Machine) -> N
         assert locked.gravity == "warning" and "64KiB" in locked.found
         assert "8.25GiB are pinned" in locked.found and "ulimit -l unlimited" in locked.change
         (locked,) = [each for each in findings(root) if "locked" in each.found]
+        assert locked.gravity == "fine"
+        monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
+        (locked,) = [each for each in findings(root, "8GiB") if "locked" in each.found]
         assert locked.gravity == "fine"
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
