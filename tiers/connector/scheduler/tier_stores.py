@@ -168,7 +168,8 @@ class TierStores:
         for run in runs:
             tier_request = run.request_state.tiers.get(tier) or tier.request(run.request_state)
             if run.is_new and not self.promote:
-                tier_request.offered = run.before // tier.requests.engine.block_tokens
+                # Of a prompt that was loaded whole the engine computes the last token once more.
+                tier_request.offered = (run.before + 1) // tier.requests.engine.block_tokens
             if run.complete > tier_request.offered or tier_request.refused:
                 if self._may_store(tier_request):
                     yield run, tier_request, new_offers(tier.requests, tier_request, run)
