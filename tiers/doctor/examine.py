@@ -127,5 +127,4 @@ def examine_model(
         return
     yield from examine_settings(config)
     if chain is not None:
-        algorithm = str(config.cache_config.prefix_caching_hash_algo)
-        yield from examine_hashes(chain, environ, algorithm)
+        yield from examine_hashes(chain, environ, config.cache_config.prefix_caching_hash_algo)
