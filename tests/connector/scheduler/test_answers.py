@@ -365,6 +365,20 @@ def test_what_requests_share_is_stored_once() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     for jobs in _begin(halves, [Prompt(1, BLOCKS, asks) for asks in range(2)], blocks=3):
         assert sum(len(job.items) for job in jobs) == 3
+    index: Any = halves.chain.children[1]
+    assert index._tier.admission.acceptance._offered == 3
+
+
+def test_what_waited_for_room_until_its_tier_was_down_is_lost() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS, in_flight=1)
+    prompt, index = Prompt(1, 3), halves.chain.children[1]
+    _, (job,) = _begin(halves, [prompt], blocks=3)
+    tier: Any = index._tier  # type: ignore[attr-defined]
+    tier.update({0: HEALTHY._replace(writes=False, writes_up=False)})
+    halves.hear([OffloadingWorkerMetadata(), _ended(job)])
+    assert _answer(halves, prompt, 3 * TOKENS + 1)[1] == []
+    assert tier.stats.data["index"]["store_dropped_down"] == 1, "as many as there is room for"
+    assert +tier.admission.acceptance.lost == {"store_dropped_inflight": 2}
 
 
 def test_nothing_is_stored_behind_a_block_that_found_no_slot() -> None:
