@@ -371,7 +371,7 @@ def test_what_requests_share_is_stored_once() -> None:
 
 def test_what_waited_for_room_until_its_tier_was_down_is_lost() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS, in_flight=1)
-    prompt, index = Prompt(1, 3), halves.chain.children[1]
+    prompt, index = Prompt(1, 4), halves.chain.children[1]
     _, (job,) = _begin(halves, [prompt], blocks=3)
     tier: Any = index._tier  # type: ignore[attr-defined]
     tier.update({0: HEALTHY._replace(writes=False, writes_up=False)})
@@ -379,6 +379,9 @@ def test_what_waited_for_room_until_its_tier_was_down_is_lost() -> None:
     assert _answer(halves, prompt, 3 * TOKENS + 1)[1] == []
     assert tier.stats.data["index"]["store_dropped_down"] == 1, "as many as there is room for"
     assert +tier.admission.acceptance.lost == {"store_dropped_inflight": 2}
+    tier.update({0: HEALTHY})
+    halves.index.names |= halves._names([prompt.block_hashes[2] + bytes(GROUP_BYTES)])
+    assert _answer(halves, prompt, 3 * TOKENS + 2, TOKENS - 2)[1] == [], "behind what is lost"
 
 
 def test_nothing_is_stored_behind_a_block_that_found_no_slot() -> None:
@@ -405,6 +408,21 @@ def test_nothing_is_stored_behind_what_a_tier_that_was_down_did_not_get() -> Non
     index._tier.update({0: HEALTHY})
     together, nothing = _answer(halves, prompt, 2 * TOKENS, TOKENS)
     assert together and not nothing
+
+
+def test_a_block_that_is_asked_for_too_seldom_holds_up_none_behind_it() -> None:
+    """Each is asked for as often as its prompt, in whichever step."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    index: Any = halves.chain.children[1]
+    twice = index._spec.model_copy(update={"store_threshold": 2})
+    index._tier.admission.use(twice, is_only_tier=False)
+    for asks, stored in ((0, 0), (1, 2)):
+        prompt = Prompt(1, 4, asks)
+        steps = [
+            _begin(halves, [prompt], blocks=2)[1],
+            _answer(halves, prompt, 2 * TOKENS, 2 * TOKENS)[1],
+        ]
+        assert [sum(len(job.items) for job in jobs) for jobs in steps] == [stored] * 2
 
 
 def test_a_tier_is_as_large_as_it_was_made() -> None:
