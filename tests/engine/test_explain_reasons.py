@@ -142,6 +142,7 @@ def test_a_lookup_that_takes_too_long(
     one.add(PROMPT, 2)
     one.step()
     assert (last_told(one)["state"], why(one, "slow")) == ("waiting", "looking")
+    assert last_told(one)["attempts"][0]["milliseconds"]["until_begun"] > 0, "so far"
     one.run()
     store.pace.resume()
     assert why(one, "slow") == "late"

@@ -11,6 +11,7 @@ from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.explain.explanations import Explanations
+from tiers.explain.notes import count_answers
 
 
 class Engine:
@@ -111,6 +112,26 @@ def test_counts_that_do_not_agree_are_told() -> None:
     engine.run(20)
     assert engine.told()["attempts"][0]["holds"] is False
     assert engine.told()["holds"] is False
+    attempt.started = 40
+    assert engine.told()["holds"] is True
+    notes.external += 4
+    assert engine.told()["holds"] is False, "the engine counted other hits than the tiers"
+
+
+@pytest.mark.parametrize(
+    ("waves", "told"),
+    [
+        ([(range(4, 6), [1, 0]), (range(6, 9), [0, 1, 1])], (4, 5, 3, 5)),
+        ([(range(2), [2, 2]), (range(2, 4), [1, 0])], (0, 4, 3, 3)),
+        ([(range(2), [1, 1]), (range(2, 3), [1])], (0, 3, 3, None)),
+    ],
+)
+def test_what_a_tier_answers_in_waves_is_one_answer(
+    waves: list[tuple[range, list[int]]], told: tuple[int, int, int, int | None]
+) -> None:
+    raw = [(child, *wave) for wave in waves for child in (0, 1)]
+    first, second = count_answers(raw, FakeRequest(), {})
+    assert first[:5] == (0, *told) and second[:5] == (1, *told)
 
 
 def test_a_tier_whose_load_is_of_no_use_since_another_failed_before() -> None:
