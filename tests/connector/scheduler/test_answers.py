@@ -510,6 +510,30 @@ def _answer(halves: Halves, prompt: Prompt, tokens: int, more: int = 1) -> list[
     return [one.reqs_to_store for one in orders.metadata]
 
 
+def test_the_last_block_of_a_request_is_not_read_once_another_has_it() -> None:
+    """It is completed when the request has ended, and read after the next step."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    prompt, other, hashes = Prompt(1, 4), Prompt(2, 4), Prompt(1, 4).block_hashes
+    prompt.block_hashes = hashes[:3]
+    _begin(halves, [prompt], blocks=4)
+    prompt.block_hashes, prompt.num_computed_tokens = hashes, 4 * TOKENS
+    halves.chain.request_finished(prompt, prompt.get_block_ids()[0])
+    for (job,) in _begin(halves, [other], blocks=1):
+        assert [item.key[:HASH_BYTES] for item in job.items] == other.block_hashes[:1]
+
+
+def test_an_older_job_that_ends_lets_nobody_overwrite_what_a_younger_one_reads() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    (older,), (younger,) = (_begin(halves, [Prompt(number, 3)], blocks=3)[0] for number in range(2))
+    halves.hear([_ended(older), OffloadingWorkerMetadata()])
+    third = Prompt(2, 3)
+    halves.ask(third)
+    halves.chain.update_state_after_alloc(third, third, 0)
+    new = NewRequest(third.request_id, third.get_block_ids(), 0)
+    orders = halves.chain.build_connector_meta(Step([new], {third.request_id: TOKENS}))
+    assert orders.metadata[0].jobs_to_flush == [younger.job_id]
+
+
 def test_a_tier_that_opens_late_or_was_paused_takes_what_is_there_in_the_next_step() -> None:
     """The engine's blocks are others' as soon as the request has ended."""
     halves = Halves(cpu_blocks=2 * BLOCKS, opens=False)
