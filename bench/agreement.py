@@ -11,13 +11,13 @@ FAST25-release/traces).
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bench.report import in_lines
 from spec.chain import LOAD_POLICIES, ChainSpec
 from tiers.lab.replay.replay_trace import replay
 from tiers.traces.open_trace import open_trace
@@ -146,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(one)
         print(line(one), flush=True)
         if asked.json is not None:
-            asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+            head = {"trace": asked.trace.name, "requests": len(requests)}
+            asked.json.write_text(in_lines(head, rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

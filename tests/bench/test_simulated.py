@@ -20,7 +20,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_a_simulation_beside_real_stores(trace: Path, tmp_path: Path) -> None:
     agreement.main([str(trace), "--requests", "4", "--json", str(tmp_path / "rows")])
-    rows = json.loads((tmp_path / "rows").read_text())
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
     assert [(row["world"], row["policy"]) for row in rows] == [
         (world, policy) for world in agreement.WORLDS for policy in LOAD_POLICIES
     ]
