@@ -11,7 +11,12 @@ from bench.scheduled import Step
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.request_state import RequestTable
-from tiers.connector.scheduler.admission import Admission, Tenants, ThresholdAdmission
+from tiers.connector.scheduler.admission import (
+    WINDOW_SECONDS,
+    Admission,
+    Tenants,
+    ThresholdAdmission,
+)
 from tiers.connector.scheduler.jobs import Jobs, PendingStore
 from tiers.connector.scheduler.kv_events import KVEvents, Place
 from tiers.connector.scheduler.open_tier import OpenTier
@@ -47,6 +52,21 @@ def test_a_block_is_stored_when_enough_requests_had_it(clock: Clock) -> None:
     assert admission.refuses(b"key", 1) is None, "it could not be stored then"
     admission.stores(b"key", 1)
     assert admission.refuses(b"key", 1) == "store_deferred", "evicted, it begins anew"
+
+
+def test_blocks_that_find_room_late_hide_no_loss(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = rules(clock).acceptance
+    told.offered(30, ["store_dropped_no_slot"] * 10)
+    clock.now += WINDOW_SECONDS
+    told.look()
+    told.lost.subtract(["store_dropped_no_slot"] * 10)
+    told.offered(4, ["store_dropped_inflight"] * 20)
+    assert not caplog.records
+    clock.now += WINDOW_SECONDS
+    told.look()
+    assert "took 4 of the 24 blocks" in caplog.text
 
 
 def test_counts_are_kept_for_so_many_blocks(clock: Clock) -> None:
