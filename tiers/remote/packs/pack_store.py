@@ -152,7 +152,7 @@ class PackStore:
             for piece, is_new in zip(pieces, created, strict=True):
                 if is_new:
                     _mark(held, piece.places)
-            if error is not None and not any(held):
+            if error is not None and not any(created):
                 raise error
             if error is not None or all(created):
                 break
