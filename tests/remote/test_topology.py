@@ -258,15 +258,15 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
 @pytest.mark.faults
 @pytest.mark.fault
 def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> None:
-    keys = [make_key() for _ in range(12)]
+    keys = [make_key() for _ in range(40)]  # of which each node has some
     with cluster() as nodes:
         guarded = Guarded(open_store(url_of(*nodes), "1s"), "remote", retry_after=0.2)
-        assert put(guarded, *keys) == [True] * 12
+        assert put(guarded, *keys) == [True] * 40
         nodes[0].kill()
         wait_until(lambda: not any(guarded.has(keys)) and not is_up(guarded))
         nodes[0].start()
         wait_until(lambda: all(put(guarded, *keys)))
-        assert get(guarded, *keys) == [True] * 12
+        assert get(guarded, *keys) == [True] * 40
         assert is_up(guarded)
         guarded.close()
 
