@@ -330,7 +330,7 @@ MUTANTS = (
     OVER_FILES.but(
         "truth",
         "what put fails at is a miss",
-        "            if error is not None and not any(held):\n                raise error\n",
+        "            if error is not None and not any(created):\n                raise error\n",
         "",
     ),
     STORE.but(
