@@ -188,17 +188,6 @@ def test_a_socket_that_is_new_under_the_name_of_one_that_was_stale_stays(
     assert found == sorted([made.engine, others[0].engine]) and made.engine != others[0].engine
 
 
-def test_a_socket_never_grows_old(
-    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`systemd-tmpfiles` would remove it, and the engine could not be asked any more."""
-    monkeypatch.setattr(served, "TOUCH_SECONDS", 0.05)
-    server = serve()
-    os.utime(server.path, (0, 0))
-    wait_until(lambda: server.path.stat().st_mtime > 0)
-    assert len(ask(server.path, "echo")) == 1, "it answers as ever"
-
-
 def test_closing_removes_the_socket(serve: Callable[..., ControlServer]) -> None:
     made = serve()
     made.close()

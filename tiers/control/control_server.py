@@ -6,7 +6,6 @@ client costs one of them a bounded time and memory, whatever that client does.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -40,8 +39,6 @@ PAUSES = 20
 """Times as long as an answer took to make, until the next is made: whoever asks again and again
 takes a twentieth of the interpreter from the engine's steps, at most."""
 LONGEST_PAUSE = 0.5
-TOUCH_SECONDS = 3600.0
-"""How often a socket is made young: `systemd-tmpfiles` removes what is ten days old from /tmp."""
 SUFFIX = ".sock"
 Verb = Callable[[Mapping[str, Any]], Any]
 """From a question's parameters to what JSON takes. Returns at once, and raises QuestionRefused, or
@@ -106,7 +103,13 @@ def _is_stale(path: Path) -> bool:
     """Whether the engine of a socket is gone: it refuses a connection."""
     with socket.socket(socket.AF_UNIX) as probe, short_path(path) as short:
         probe.settimeout(0.2)
-        return probe.connect_ex(short) == errno.ECONNREFUSED  # else its queue is full, or so
+        try:
+            probe.connect(short)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass  # its queue is full, or it is another's
+    return False
 
 
 def _remove_stale(folder: Path) -> None:
@@ -166,7 +169,6 @@ class ControlServer:
         OSError and RuntimeError if it can't listen there."""
         self._verbs = verbs
         self._server, self.path = listen(folder, name)
-        self._server.settimeout(TOUCH_SECONDS)
         self._answering = threading.Lock()
         """Of several answers at once, each would pause for itself alone."""
         try:
@@ -186,9 +188,7 @@ class ControlServer:
         while self._server.fileno() >= 0:  # it is not closed
             try:
                 client, _ = self._server.accept()
-            except OSError:  # time to touch, or it closes, or descriptors are short
-                with suppress(OSError):
-                    os.utime(self.path)
+            except OSError:  # it closes, or the client has hung up, or descriptors are short
                 time.sleep(0.05)
                 continue
             with client, suppress(OSError):
