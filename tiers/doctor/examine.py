@@ -91,7 +91,7 @@ def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
 
 def _examine_control(control: ControlSpec) -> Iterator[DoctorFinding]:
     folder = control.folder or runtime_folder()
-    there = os.path.exists(folder)  # of Path it raises where the engine only does without
+    there = os.path.exists(folder)  # Path.exists raises for a name that is too long
     try:
         prepare_folder(folder)
     except FolderRefused as error:

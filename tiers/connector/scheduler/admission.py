@@ -213,7 +213,7 @@ class AcceptanceMonitor:
         now = self._now()
         if self._since is None or now < self._since + WINDOW_SECONDS:
             return
-        lost = sum((+self.lost).values())  # below 0: what had found no room before has some
+        lost = sum((+self.lost).values())  # below 0: an earlier minute's have found room
         if now >= self._quiet_until and lost >= FEWEST_LOST and 2 * lost > self._offered:
             self._quiet_until = now + QUIET_SECONDS
             (reason, _), *_ = self.lost.most_common(1)

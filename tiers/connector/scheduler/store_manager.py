@@ -278,7 +278,7 @@ class StoreManager(TierManager):
         return held
 
     def _note_asked(self, keys: Sequence[bytes], held: Sequence[bool]) -> None:
-        """Keys to load were looked up: misses are offered anew. It is noticed if all are, ever."""
+        """Keys were looked up: misses are offered anew; a store that never finds any is noticed."""
         if self.health().reads_up:
             self._recent.discard(compress(keys, map(not_, held)))
             self._unfound.asked(keys, held)
