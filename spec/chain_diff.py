@@ -158,13 +158,10 @@ def _refusals(
 ) -> Iterator[str]:
     tier = new or old
     assert tier is not None
+    is_host = any(isinstance(one, HostSpec) for one in (old, new))
     if "encryption" in keys:
         yield f"tier {tier.tier_name}: encryption: blocks have other names with it: {RESTART}"
-    elif any(isinstance(one, HostSpec) for one in (old, new)) and kind in (
-        "reopened",
-        "added",
-        "drained",
-    ):
+    elif is_host and kind in ("reopened", "added", "drained"):
         what = ", ".join(sorted(keys)) or "a tier in host memory that comes or goes"
         why = f"the engine takes its host memory at the start: {RESTART}"
         yield f"tier {tier.tier_name}: {what}: {why}, or change its capacity alone"

@@ -199,16 +199,17 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
-        backpressure_detector: Any = None,
         *,
         store: Mapping[str, Any] | StoreSpec,
         salt: str = "",
         trust_client_ids: bool = False,
         locality: str | None = None,
         engine: HostingEngine | None = None,
+        **of_vllm: Any,
     ) -> None:
         """`store`: the settings of one tier of a chain. `salt`, `trust_client_ids`: as in a chain.
-        Raises ValueError for an engine or a store that can't be served."""
+        `of_vllm`: what else this vLLM gives its tiers. Raises ValueError for an engine or a store
+        that can't be served."""
         spec = (
             store
             if isinstance(store, StoreSpec)
@@ -217,12 +218,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         if not isinstance(spec, StoreSpec):
             raise ValueError(f"{spec.type} is no store: give vLLM's cpu_bytes_to_use instead")
         refuse_unhosted(spec)
-        more = (
-            {}
-            if backpressure_detector is None
-            else {"backpressure_detector": backpressure_detector}
-        )
-        super().__init__(offloading_spec, primary_kv_view, spec.tier_name, **more)
+        super().__init__(offloading_spec, primary_kv_view, spec.tier_name, **of_vllm)
         self.locality = None if locality is None else Locality(locality)
         if hasattr(self, "cache_hit_source"):  # vLLM 0.32 and later
             self.cache_hit_source = type(self.cache_hit_source)(spec.hit_source)

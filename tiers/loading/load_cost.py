@@ -17,8 +17,10 @@ LEAST_TOKENS = 64
 MOST_DOUBT = 10
 """Failed loads in a row beyond which a tier is not doubted more: it then counts as a thousand
 times slower than measured."""
-LEAST_SECONDS = ROUNDING = 1e-9
-"""For a block, where a fit has no cost; and the part of a cost that may be all rounding."""
+LEAST_SECONDS = 1e-9
+"""For a block, where a fit has no cost."""
+ROUNDING = 1e-9
+"""The part of a cost that may be all rounding."""
 HEARD = 64
 """Loads of which the one that the engine took least time for, beside its own, counts."""
 
