@@ -6,6 +6,7 @@ client costs one of them a bounded time and memory, whatever that client does.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ from spec.errors import did_you_mean, one_of
 from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.file_locks import release, try_lock
 from tiers.errors import KVTiersError
+from tiers.paths import foreign
 
 PROTOCOL = 1
 """The version of questions and answers: that of `Question`."""
@@ -39,6 +41,8 @@ PAUSES = 20
 """Times as long as an answer took to make, until the next is made: whoever asks again and again
 takes a twentieth of the interpreter from the engine's steps, at most."""
 LONGEST_PAUSE = 0.5
+TOUCH_SECONDS = 3600.0
+"""Between touches of the socket: systemd-tmpfiles removes what is not touched for days."""
 SUFFIX = ".sock"
 Verb = Callable[[Mapping[str, Any]], Any]
 """From a question's parameters to what JSON takes. Returns at once, and raises QuestionRefused, or
@@ -83,10 +87,8 @@ def prepare_folder(folder: Path) -> None:
         raise FolderRefused(f"{folder}: {error.strerror}") from error
     if not stat.S_ISDIR(info.st_mode):
         raise FolderRefused(f"{folder} is no folder; name one")
-    if info.st_uid not in (os.geteuid(), 0):
-        raise FolderRefused(f"{folder} is of user {info.st_uid}; name one of the engine's user")
-    if info.st_mode & 0o022:
-        raise FolderRefused(f"others may write to {folder}; chmod go-w, or name another")
+    if why := foreign(info):
+        raise FolderRefused(f"{folder} {why}")
 
 
 @contextmanager
@@ -103,13 +105,8 @@ def _is_stale(path: Path) -> bool:
     """Whether the engine of a socket is gone: it refuses a connection."""
     with socket.socket(socket.AF_UNIX) as probe, short_path(path) as short:
         probe.settimeout(0.2)
-        try:
-            probe.connect(short)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass  # its queue is full, or it is another's
-    return False
+        # Another error: its queue is full, or it is another's.
+        return probe.connect_ex(short) == errno.ECONNREFUSED
 
 
 def _remove_stale(folder: Path) -> None:
@@ -171,9 +168,10 @@ class ControlServer:
         self._server, self.path = listen(folder, name)
         self._answering = threading.Lock()
         """Of several answers at once, each would pause for itself alone."""
+        self._closed = threading.Event()
         try:
-            for _ in range(MAX_CLIENTS):
-                threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
+            for run in (self._touch, *[self._serve] * MAX_CLIENTS):
+                threading.Thread(target=run, name="kvtiers-control", daemon=True).start()
         except RuntimeError:
             self.close()
             raise
@@ -182,6 +180,11 @@ class ControlServer:
     def engine(self) -> str:
         """The engine's name, as commands take it."""
         return self.path.stem
+
+    def _touch(self) -> None:
+        while not self._closed.wait(TOUCH_SECONDS):
+            with suppress(OSError):
+                os.utime(self.path)
 
     def _serve(self) -> None:
         widen_affinity()
@@ -234,6 +237,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop answering, and remove the socket. Does not wait for clients."""
+        self._closed.set()
         with suppress(OSError):  # a socket that stays is removed by the next engine
             self.path.unlink()
         with suppress(OSError):
