@@ -81,6 +81,16 @@ def press(pilot: Pilot[None], *keys: str) -> None:
         pilot.app.simulate_key(key)
 
 
+async def open_account(pilot: Pilot[None]) -> None:
+    """Press enter once a request takes it; a table that was hidden takes keys from the next redraw
+    on."""
+    until = time.monotonic() + 60
+    while not isinstance(pilot.app.focused, top_screen.RequestRows):
+        assert time.monotonic() < until, "no request takes keys"
+        await pilot.pause(0.02)
+    await pilot.press("enter")
+
+
 def play(folder: Path, script: Script, engine: str | None = None) -> None:
     """Run `top` on 80x24 with a script's keys."""
     watch = EnginesWatch(folder, engine, seconds=0.05)
@@ -339,15 +349,27 @@ def test_accounts_of_another_version_are_named(
             count = 2 * len(BAD_ACCOUNTS)
             lines = await shows(pilot, "an answer of another version", times=count)
             assert "\n".join(lines).count("an answer of another version") == count
-            # A key that comes just when the rows are drawn anew is of none of them.
-            # Another closes what it opened, which may take a moment to be seen.
-            until, again = time.monotonic() + 60, 0.0
-            while "│ an answer" not in whole(screen(pilot)) and time.monotonic() < until:
-                if time.monotonic() > again:
-                    await pilot.press("enter")
-                    again = time.monotonic() + 5
-                await pilot.pause(0.05)
+            await open_account(pilot)
             await shows(pilot, "│ an answer of another version")
+
+    play(tmp_path / "control", script)
+
+
+def test_requests_take_keys_again_behind_an_engine_without_requests(
+    serve: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name, accounts in (("a", BAD_ACCOUNTS), ("b", [])):
+        serve(name, STATUS.model_dump(mode="json"), accounts)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        await shows(pilot, "an answer of another version")
+        await pilot.press("right")
+        await shows(pilot, "no request yet")
+        await pilot.press("left")
+        await shows(pilot, "an answer of another version")
+        await open_account(pilot)
+        await shows(pilot, "│ an answer of another version")
 
     play(tmp_path / "control", script)
 

@@ -170,7 +170,6 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self._tiers.focus()
         self.draw()
         self.set_interval(REDRAWN, self.draw)
 
@@ -184,9 +183,8 @@ class Top(App[None]):
 
     def action_view(self) -> None:
         """Show requests instead of tiers, or tiers again."""
-        is_tiers = self._views.current == "tiers"
-        self._views.current = "requests" if is_tiers else "tiers"
-        (self._last if is_tiers else self._tiers).focus()
+        self._views.current = "requests" if self._views.current == "tiers" else "tiers"
+        self.set_focus(None)
         self.refresh_bindings()
         self.draw()
 
@@ -236,7 +234,10 @@ class Top(App[None]):
         ]
 
     def draw(self) -> None:
-        """Show what was seen last of the chosen engine."""
+        """Show what was seen last of the chosen engine. The view's first table takes the keys where
+        nothing does, as behind a table that hid."""
+        if self.focused is None:
+            (self._tiers if self._views.current == "tiers" else self._last).focus()
         engines = self._engines()
         seen = next((seen for seen in engines if seen.path == self._chosen), None)
         if seen is None:
