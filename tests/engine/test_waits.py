@@ -104,7 +104,7 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
 def test_a_tier_is_given_what_two_requests_had(
     engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
-    made = engine(chain(store_threshold=2), num_blocks=120, prefix_caching=False)
+    made = engine(chain(store_threshold=2, deadline="30s"), num_blocks=120, prefix_caching=False)
     ask(made)
     assert not store.blocks and measured(made, "store_deferred") == 101
     ask(made)

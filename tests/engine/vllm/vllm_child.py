@@ -326,14 +326,13 @@ def adapter(tokens: list[int], max_tokens: int, more: Request | None = None) -> 
 
 def settle(llm: Any, warmed: int = 0, opened: str = "") -> None:
     """Let stores end, each at its tier's deadline: counters come with steps, and a busy machine's
-    last stores end after the last request's. Of two steps in flight the second begins some, behind
-    that request's answer: then there is one more. And wait for this many `warmed` blocks, and until
-    the tier `opened` is open."""
+    last stores end after the last request's. One step comes first, since counters may be of before
+    the last stores: of two steps in flight the second begins some behind a request's answer. And
+    wait for this many `warmed` blocks, and until the tier `opened` is open."""
     from vllm import SamplingParams, TokensPrompt
 
     late = time.monotonic() + (60 if opened else 30)
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
-    is_ahead = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # where it is in this process
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     is_copying = getattr(connector, "has_pending_push_work", bool)  # vLLM's own connector says so
@@ -344,9 +343,10 @@ def settle(llm: Any, warmed: int = 0, opened: str = "") -> None:
         is_there = loaded >= warmed and (not opened or state(llm, opened) == "open")
         return is_there and not (is_copying() or any(tier.get("storing_jobs") for tier in tiers))
 
-    while time.monotonic() < late and (is_ahead or not is_over()):
-        is_ahead = False
+    while True:
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
+        if is_over() or time.monotonic() > late:
+            return
 
 
 def asked(job: dict[str, Any], verb: str, parameters: dict[str, Any]) -> Any:
