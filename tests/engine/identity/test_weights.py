@@ -258,24 +258,41 @@ def test_weights_that_change_behind_the_reading_are_nobody_s(model: Path) -> Non
 
 
 @pytest.mark.parametrize("from_hub", [False, True])
-def test_a_link_that_is_moved_while_the_engine_starts_leads_to_nobody_s(
-    model: Path, tmp_path: Path, from_hub: bool
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [
+        ("link", "current, a link, changed"),
+        ("folder", "current, a folder, was moved"),
+        ("link of a file", r"model[-1]*\.safetensors, a link, changed"),
+    ],
+)
+def test_what_is_moved_to_its_place_while_the_engine_starts_is_nobody_s(
+    model: Path, tmp_path: Path, from_hub: bool, moved: str, words: str
 ) -> None:
     """`current` was another model's when the engine loaded it; its files are older than both."""
-    if from_hub:
-        (tmp_path / "next").symlink_to(hub_model(tmp_path, COMMIT, b"weights", "a" * 64))
-    else:
-        shutil.copytree(model, tmp_path / "next")
-    for path in (tmp_path / "next").iterdir():
+    first = hub_model(tmp_path, COMMIT, b"weights", "a" * 64) if from_hub else model
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        for path in first.iterdir():
+            (folder / path.name).symlink_to(path.resolve())
+
+    make(tmp_path / "next")
+    for path in (first, *first.iterdir(), tmp_path / "next"):
         old(path)
-    old(tmp_path / "next")
     time.sleep(0.02)
     since = time.time()
     time.sleep(0.02)
-    (tmp_path / "current").symlink_to(tmp_path / "next")
-    config = SimpleNamespace(model=str(tmp_path / "current"), revision=None)
+    current = tmp_path / "current"
+    if moved == "link":
+        current.symlink_to(first)
+    elif moved == "folder":
+        (tmp_path / "next").rename(current)
+    else:
+        make(current)
+    config = SimpleNamespace(model=str(current), revision=None)
     files = source(config, SimpleNamespace(load_format="auto"), None, time.time())
-    with pytest.raises(FileChanged, match="current, a link"):
+    with pytest.raises(FileChanged, match=words):
         identity(files, Digests(None).of, since)
 
 
@@ -331,6 +348,18 @@ def test_a_second_start_reads_nothing(settled: Path, tmp_path: Path, reads: list
     assert Digests(cache).of(settled) == first == Digests(None).of(settled)
     assert len(reads) == 2, "once with the cache, once without"
     assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_digest_that_can_t_be_kept_is_made_again(
+    settled: Path, tmp_path: Path, reads: list[int]
+) -> None:
+    cache = tmp_path / "cache"
+    first = Digests(cache).of(settled)
+    kept = entry(cache)
+    kept.unlink()
+    kept.with_suffix(".new").mkdir()
+    assert Digests(cache).of(settled) == Digests(cache).of(settled) == first
+    assert len(reads) == 3 and not kept.exists()
 
 
 def test_an_edit_behind_the_same_time_and_size_is_seen(settled: Path, tmp_path: Path) -> None:

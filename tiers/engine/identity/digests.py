@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,14 +148,9 @@ def _kept(entry: Path, stamp: Stamp) -> str | None:
 
 def _keep(entry: Path, stamp: Stamp, digest: str) -> None:
     """Write an entry, whole or not at all. After a failure the file is read again next time."""
+    draft = entry.with_suffix(".new")  # whoever has locked the entry writes it alone
     try:
-        file, name = tempfile.mkstemp(dir=entry.parent)
-        try:
-            with os.fdopen(file, "w") as text:
-                json.dump([list(stamp), digest], text)
-            os.replace(name, entry)
-        except OSError:
-            os.unlink(name)
-            raise
+        draft.write_text(json.dumps([list(stamp), digest]))
+        draft.replace(entry)
     except OSError as error:
         logger.info("a digest of weights was not kept: %s", error)

@@ -133,19 +133,19 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
     OSError, and FileChanged for files that may have changed after `since`."""
     if weights.name:
         return weights.name
-    if weights.folder is not None:
-        _same_links(weights.folder, since)
     whole = hashlib.blake2b(digest_size=16)
     for path in weights.files:
         name = path.name if weights.folder is not None else ""
-        content = _blob(path)
-        if content is None:
+        blob = _blob(path)
+        whole.update(f"{name}:{path.stat().st_size}:{blob or digest(path)}\n".encode())
+        # Only then: the engine has loaded what was there before, and not what came meanwhile.
+        if blob is None:
+            _unchanged(path, since)
+        if blob is None or path.parent.resolve().parent.name != "snapshots":
             _same_links(path, since)
-            _unchanged(path, since)
-            content = digest(path)
-        whole.update(f"{name}:{path.stat().st_size}:{content}\n".encode())
-        if _blob(path) is None:
-            _unchanged(path, since)
+    if weights.folder is not None:
+        _same_links(weights.folder, since)
+        _not_moved(weights.folder, since)
     return whole.hexdigest()
 
 
@@ -160,6 +160,14 @@ def _blob(path: Path) -> str | None:
 def _unchanged(path: Path, since: float) -> None:
     if path.stat().st_ctime > since:
         raise FileChanged(f"{path.name} changed after the engine was started")
+
+
+def _not_moved(folder: Path, since: float) -> None:
+    """Raise FileChanged if `folder` came to its place after `since`, which changes no file's time.
+    Nor does it change the folder's entries; where those are new, the files show it."""
+    status = folder.stat()
+    if status.st_mtime <= since < status.st_ctime:
+        raise FileChanged(f"{folder.name}, a folder, was moved after the engine was started")
 
 
 def _same_links(path: Path, since: float) -> None:
