@@ -24,6 +24,7 @@ from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import index_key
 from tiers.disk.records import DiskRecords
 from tiers.disk.slab import PAGE, Slab, slot_bytes
+from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnavailable
 from tiers.records import StoredRecord
 from tiers.testing import Memory
@@ -227,10 +228,21 @@ def test_a_folder_that_an_engine_would_empty_is_refused_and_stays(
     assert disk.slab_path(folder).read_bytes() == before
 
 
-@pytest.mark.parametrize(("path", "why"), [("none", "nothing is stored"), ("x" * 256, "too long")])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("none", "nothing is stored"), ("x" * 256, "too long"), ("unlisted", "can't list what")],
+)
 def test_a_tier_that_can_not_be_read_keeps_no_other_from_its_turn(
-    tmp_path: Path, kvtiers: Callable[..., Ran], path: str, why: str
+    tmp_path: Path,
+    kvtiers: Callable[..., Ran],
+    path: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def records(spec: DiskSpec) -> DiskRecords | None:  # as of a plugin's
+        return None if spec.path.name == "unlisted" else DiskRecords(spec.path)
+
+    monkeypatch.setattr(DiskSpec, "records", records)
     with disk.opened(tmp_path / "kv") as store:
         disk.put(store, disk.keys(0))
     chain = tmp_path / "two.yaml"

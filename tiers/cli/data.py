@@ -14,7 +14,7 @@ import typer
 from spec.errors import one_line, one_of, reason_of
 from tiers.cli.arguments import DASH, ChainFile, bar, parsed, refused
 from tiers.cli.status import span
-from tiers.errors import KVTiersError
+from tiers.errors import KVTiersError, TierUnusable
 
 if TYPE_CHECKING:
     from spec.offloading import StoreSpec
@@ -354,7 +354,7 @@ def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
 def _records(spec: StoreSpec) -> closing[StoredRecords]:
     records = spec.records()
     if records is None:
-        raise refused(f"tier {spec.tier_name!r} can't list what it holds, as it is set")
+        raise TierUnusable(f"tier {spec.tier_name!r} can't list what it holds, as it is set")
     return closing(records)
 
 
