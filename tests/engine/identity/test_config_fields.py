@@ -154,7 +154,9 @@ def test_parts_of_parts_are_told_apart() -> None:
     assert facts(mm_processor_kwargs={"size": 1}) != facts(mm_processor_kwargs={"size": 2})
 
 
-def test_a_field_that_nobody_knows_is_a_fact_unless_it_has_its_default() -> None:
+def test_a_field_that_nobody_knows_is_a_fact_unless_it_has_its_default(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     @dataclasses.dataclass
     class Loading:
         load_format: str = "auto"
@@ -166,8 +168,11 @@ def test_a_field_that_nobody_knows_is_a_fact_unless_it_has_its_default() -> None
         whole.load_config = Loading(**fields)
         return config_facts(whole, "0.32.0")
 
+    caplog.set_level("INFO")
     assert facts() == facts(colour="red", sizes=[])
+    assert not {"LoadConfig.colour", "LoadConfig.sizes"} & {*facts()} and not caplog.text
     assert facts(colour="blue")["LoadConfig.colour"] == "blue"
+    assert "kvtiers does not know LoadConfig.colour: blocks are shared only with" in caplog.text
     assert len({str(facts(**f)) for f in ({}, {"colour": "blue"}, {"sizes": [1]})}) == 3
 
 

@@ -452,7 +452,7 @@ class Config:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    def __init__(self, use_long_rope: bool) -> None:
+    def __init__(self, use_long_rope: int) -> None:
         super().__init__()
         self.use_long_rope = use_long_rope
 
@@ -473,6 +473,13 @@ def test_what_a_model_decides_while_it_is_made_is_a_fact() -> None:
     assert facts[0] == facts[1] == made_facts(Model(Config(_name_or_path="there"), 8192))
     assert len({one["made"] for one in facts}) == 2, "its configuration"
     assert len({one["rotary"] for one in facts}) == 2, "its rotary embeddings"
+    several = torch.nn.ModuleList(Model(config, longest) for longest in (1, 8192, 65536))
+    for number in range(20):
+        other = Model(Config(number=number), 1)
+        other.rotary_emb.use_long_rope = number
+        several.append(other)
+    for fact in made_facts(several).values():
+        assert json.loads(fact) == sorted(json.loads(fact)), "in every process"
     lengths = [unseen_facts(SimpleNamespace(max_model_len=longest)) for longest in (1024, 8192)]
     assert lengths[0] != lengths[1], "who sees no model goes by the length"
 

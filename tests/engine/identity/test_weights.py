@@ -74,14 +74,27 @@ def test_a_byte_anywhere_makes_other_weights(model: Path) -> None:
 
 def test_a_model_s_own_code_and_settings_count_and_its_tokenizer_does_not(model: Path) -> None:
     before = found(model)
-    (model / "tokenizer.json").write_text("[]")
+    for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab"):
+        (model / f"{name}.json").write_text("[]")
     (model / "README.md").write_text("read me")
+    (model / "older.safetensors").mkdir()
     assert found(model) == before
     (model / "modeling_own.py").write_text("scale = 2")
-    other = found(model)
-    assert other != before
+    seen = {before, found(model)}
+    (model / "modeling_own.py").rename(model / "modeling_other.py")
+    seen.add(found(model))
     (model / "preprocessor_config.json").write_text('{"size": 224}')
-    assert found(model) != other
+    seen.add(found(model))
+    for suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"):
+        (model / f"more{suffix}").write_bytes(b"weights")
+        seen.add(found(model))
+    assert len(seen) == 9
+
+
+def test_loaders_of_the_folder_s_files_alone_load_the_same_weights(model: Path) -> None:
+    formats = "auto hf safetensors pt npcache mistral fastsafetensors instanttensor sharded_state"
+    streamed = "runai_streamer runai_streamer_sharded"
+    assert len({found(model, None, one) for one in f"{formats} {streamed}".split()}) == 1
 
 
 def test_what_cannot_be_looked_at_is_neither_left_out_nor_missing(model: Path) -> None:
@@ -154,6 +167,10 @@ def test_of_several_snapshots_the_branch_s_is_loaded_unless_it_has_just_moved(
     tmp_path: Path,
 ) -> None:
     first = hub_model(tmp_path, COMMIT, b"weights", "a" * 64)
+    settings = first.parent / "settings" / "config.json"  # a commit of which no weights were loaded
+    settings.parent.mkdir()
+    settings.write_text("{}")
+    assert found("org/model", tmp_path) == found(first)
     hub_model(tmp_path, COMMIT[::-1], b"later", "c" * 64)
     with pytest.raises(NoIdentity):
         found("org/model", tmp_path)
@@ -164,8 +181,12 @@ def test_of_several_snapshots_the_branch_s_is_loaded_unless_it_has_just_moved(
     time.sleep(0.02)
     assert found("org/model", tmp_path) == found(first)
     model = SimpleNamespace(model="org/model", revision=None)
+    load = SimpleNamespace(load_format="auto")
     with pytest.raises(NoIdentity):
-        source(model, SimpleNamespace(load_format="auto"), tmp_path, before)
+        source(model, load, tmp_path, before)
+    branch.with_name("v2").write_text(COMMIT[::-1])
+    model.revision = "v2"
+    assert source(model, load, tmp_path, time.time() + 1).folder == first.with_name(COMMIT[::-1])
 
 
 def test_a_model_that_the_engine_itself_has_just_downloaded_is_known(tmp_path: Path) -> None:
@@ -189,14 +210,25 @@ def test_a_commit_is_an_identity_where_the_hub_s_files_are_not_found(tmp_path: P
     branch = SimpleNamespace(model="org/model", revision="v2")
     with pytest.raises(NoIdentity):
         source(branch, load, tmp_path, 0)
+    snapshot = hub_model(tmp_path, COMMIT, b"weights", "a" * 64)
+    hub_model(tmp_path, COMMIT[::-1], b"later", "c" * 64)
+    assert source(at, load, tmp_path, 0).folder == snapshot
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "blobs/" + "a" * 64])
+NAMES = [
+    "model.safetensors",
+    "blobs/" + "a" * 64,
+    "models--own/blobs/W-1",
+    "models--own/w/" + "a" * 64,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_alone_makes_no_blob(tmp_path: Path, name: str) -> None:
     """Outside of the hub's cache, a name of 64 digits says nothing of what is in the file."""
     folder = tmp_path / "model"
-    (folder / "blobs").mkdir(parents=True)
     target = folder / name
+    target.parent.mkdir(parents=True)
     target.write_bytes(b"weights")
     if name != "model.safetensors":
         (folder / "model.safetensors").symlink_to(target)
@@ -262,6 +294,7 @@ def test_weights_that_change_behind_the_reading_are_nobody_s(model: Path) -> Non
     ("moved", "words"),
     [
         ("link", "current, a link, changed"),
+        ("link behind a link", "alias, a link, changed"),
         ("folder", "current, a folder, was moved"),
         ("link of a file", r"model[-1]*\.safetensors, a link, changed"),
     ],
@@ -278,13 +311,17 @@ def test_what_is_moved_to_its_place_while_the_engine_starts_is_nobody_s(
             (folder / path.name).symlink_to(path.resolve())
 
     make(tmp_path / "next")
+    current = tmp_path / "current"
+    if moved == "link behind a link":
+        current.symlink_to("alias")
     for path in (first, *first.iterdir(), tmp_path / "next"):
         old(path)
     time.sleep(0.02)
     since = time.time()
     time.sleep(0.02)
-    current = tmp_path / "current"
-    if moved == "link":
+    if moved == "link behind a link":
+        (tmp_path / "alias").symlink_to(first)
+    elif moved == "link":
         current.symlink_to(first)
     elif moved == "folder":
         (tmp_path / "next").rename(current)

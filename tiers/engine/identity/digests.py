@@ -125,8 +125,6 @@ def _own_folder(folder: Path) -> Path | None:
             raise OSError("it is no folder")
         if why := foreign(status):
             raise OSError(f"it {why}")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise OSError("it can't be written to")
     except OSError as error:
         logger.info("digests of weights are not kept in %s: %s", folder, error)
         return None
