@@ -19,6 +19,7 @@ SERVED = {
     "sliding windows and full attention": "Gemma 3",
     "latent attention (MLA)": "DeepSeek V2",
     "linear attention and full attention": "Qwen3-Next",
+    "Mamba 2 and full attention": "Granite 4",
     "images that repeat and differ": "BLIP-2",
     "prompt embeddings": "Llama",
     "LoRA adapters that take turns": "Llama",
@@ -45,7 +46,8 @@ has loaded. On the CPU vLLM 0.32 computes a request without an adapter as one th
 adapter, where a batch has both, and keeps that KV for others, as kvtiers does; so do not mix them.
 With `--enforce-eager`, bfloat16 and AMX its worker ends (exit code -4) where the first step of all
 computes one token: of a prompt of one, or of one that a tier has whole. Ask for a longer one first.
-Decode context parallelism, which vLLM has on devices alone, ran with an attention of the test's.
+Decode context parallelism, which vLLM has on devices alone, ran with an attention of the test's,
+Mamba 2 with the test's copies of states within a prompt, which vLLM's kernel for the CPU lacks.
 
 `make compatibility` fills the table of the installed version, with `VLLM=FILE` that of another: a
 CPU wheel, or a source archive, whose Python runs over the installed binaries (as 0.33 did).
@@ -73,7 +75,8 @@ With 0.32, answers from cpu, and from disk after a restart, were those without k
 over one disk, where each finds its own blocks alone, with fp8 KV, int4 weights, MTP, and other
 block sizes and hashes; by hand with structured outputs, `n`, priorities, no chunked prefill,
 several adapters, int8 and AWQ weights, EAGLE-3, Medusa, embeddings by the last token, and clients
-that leave streams. Prompt log probabilities load nothing.
+that leave streams; and Falcon-H1, Nemotron-H, LFM2, GPT-OSS and Command R7B. Prompt log
+probabilities load nothing.
 
 ## Python
 

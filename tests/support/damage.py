@@ -199,6 +199,13 @@ def without_pictures() -> None:
     sys.modules[name] = module
 
 
+def mamba_states() -> None:
+    """Have vLLM keep Mamba 2's states within a prompt on the CPU."""
+    from tests.engine.vllm import mamba_states
+
+    mamba_states.put_in()
+
+
 def context_parallel() -> None:
     """Let ranks share out the tokens of requests, which vLLM does on devices alone."""
     from tests.engine.vllm import context_parallel

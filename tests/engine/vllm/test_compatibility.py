@@ -18,6 +18,7 @@ from tests.engine.vllm.checkpoints import write_adapter, write_vision_model
 from tests.engine.vllm.tiny_vllm import (
     DEEPSEEK,
     GEMMA,
+    GRANITE,
     LLAMA,
     MISTRAL,
     QWEN_3,
@@ -64,6 +65,7 @@ FEW: dict[str, Any] = {"max_model_len": 704, "num_gpu_blocks_override": 80}
 WINDOWS = {**FEW, "max_num_batched_tokens": 128}
 LATENT = {**FEW, "enable_prefix_caching": False, "num_gpu_blocks_override": 100, "dtype": "float16"}
 STATES = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+MAMBA = {"before": {"start": ["mamba_states"]}}
 KINDS = [
     Kind("full attention", LLAMA, {}),
     Kind("sliding windows", MISTRAL, WINDOWS),
@@ -71,15 +73,16 @@ KINDS = [
     # Chunks are as long as what is loaded: others would round otherwise.
     Kind("latent attention (MLA)", DEEPSEEK, {**LATENT, "max_num_batched_tokens": FULL}),
     Kind("linear attention and full attention", QWEN_NEXT, STATES, has_states=True),
+    Kind("Mamba 2 and full attention", GRANITE, {**STATES, **MAMBA}, has_states=True),
 ]
-STATES_TOO_OLD = {"linear attention and full attention": "0.32 and later"}
+OF_STATES = [kind.name for kind in KINDS if kind.has_states]
 REFUSED = {
     "0.29": {
         "sliding windows": "use vLLM 0.30 or later",
-        "linear attention and full attention": "Failed to promote",
+        **dict.fromkeys(OF_STATES, "Failed to promote"),
     },
-    "0.30": STATES_TOO_OLD,
-    "0.31": STATES_TOO_OLD,
+    "0.30": dict.fromkeys(OF_STATES, "0.32 and later"),
+    "0.31": dict.fromkeys(OF_STATES, "0.32 and later"),
 }
 """Kinds of models that are refused on some version, and what is said of it."""
 NO_DRAFTS = {"0.30"}

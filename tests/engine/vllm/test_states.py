@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.vllm.tiny_vllm import (
+    GRANITE,
     QWEN_NEXT,
     STATE_BLOCK_TOKENS,
     EngineFailed,
@@ -36,7 +38,7 @@ OTHERS = [prompt[: BLOCKS * STATE_BLOCK_TOKENS] + END for prompt in LONG[1:]]
 
 @pytest.fixture(scope="module")
 def run_states(run_vllm: Callable[..., Run], tiny_model: Callable[..., Path]) -> Callable[..., Run]:
-    def run(batches: Any, tiers: Any = None, **more: Any) -> Run:
+    def run(batches: Any, tiers: Any = None, model: Any = QWEN_NEXT, **more: Any) -> Run:
         options = {
             "max_model_len": 1024,
             "max_num_batched_tokens": 256,
@@ -45,7 +47,7 @@ def run_states(run_vllm: Callable[..., Run], tiny_model: Callable[..., Path]) ->
             "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             **more,
         }
-        return run_vllm(batches, tiers, model=str(tiny_model(QWEN_NEXT)), **options)
+        return run_vllm(batches, tiers, model=str(tiny_model(model)), **options)
 
     return run
 
@@ -63,25 +65,27 @@ def turns(prompt: list[int], answers: list[list[int]]) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("model", [QWEN_NEXT, GRANITE], ids=lambda model: model["model_type"])
 def test_states_and_attention_come_back_from_every_tier(
-    run_states: Callable[..., Run], tmp_path: Path
+    run_states: Callable[..., Run], tmp_path: Path, model: dict[str, Any]
 ) -> None:
     """Prompts twice, and next turns of conversations, through every tier and a restart."""
+    run = partial(run_states, model=model, before={"start": ["mamba_states"]})
     once = [[(prompt, 8)] for prompt in [*LONG, *OTHERS]]
-    plain = run_states([*once])
+    plain = run([*once])
     answers = [batch[0] for batch in plain.tokens]
     same_end = [answers[0], *answers[len(LONG) :]]
     assert len({tuple(answer) for answer in same_end}) == len(same_end), "the prefix must matter"
     later = [[(turns(LONG[i], [answers[i]]), 8)] for i in range(3)]
-    expected = plain.tokens + run_states(later).tokens
+    expected = plain.tokens + run(later).tokens
 
     tiers = [CPU, disk(tmp_path)]
     small = {"num_gpu_blocks_override": 24, "steps_in_flight": 2}  # less than two prompts
-    first = run_states([*once, *later, *once], tiers, **small)
+    first = run([*once, *later, *once], tiers, **small)
     assert first.tokens == expected + plain.tokens
     assert sum(first.loaded().values()) >= 5 * BLOCKS * STATE_BLOCK_TOKENS
 
-    restarted = run_states([*once, *later], tiers[1:])
+    restarted = run([*once, *later], tiers[1:])
     assert restarted.tokens == expected
     assert restarted.loaded()["disk"] >= 5 * BLOCKS * STATE_BLOCK_TOKENS
 

@@ -85,6 +85,27 @@ QWEN_NEXT = {
 """Three layers of linear attention, which keep states, and one of full attention."""
 STATE_BLOCK_TOKENS = 512
 """Tokens of its blocks, or a few more: as many as make the KV of attention as long as a state."""
+GRANITE = {
+    **LLAMA,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "layer_types": ["mamba", "mamba", "mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 64,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 128,
+    "position_embedding_type": "nope",
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+"""Three layers of Mamba 2, whose states a step leaves at block boundaries within a prompt, too."""
 DEEPSEEK = {
     **LLAMA,
     "architectures": ["DeepseekV2ForCausalLM"],
