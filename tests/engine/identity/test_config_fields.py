@@ -229,9 +229,15 @@ def test_how_a_processor_packs_a_block_is_a_fact(monkeypatch: pytest.MonkeyPatch
     facts = []
     for has_amx in (True, False):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has=has_amx: has)
-        facts.append((attention_facts(layers("vec")), attention_facts(layers(None))))
+        mixed = layers("vec")
+        mixed.compilation_config.static_forward_context |= {
+            f"more.{name}": one
+            for name, one in layers().compilation_config.static_forward_context.items()
+        }
+        facts.append([attention_facts(each) for each in (layers("vec"), layers(), mixed)])
     assert facts[0][0] == facts[1][0], "what a processor has and does not use tells nothing"
     assert facts[0][1] != facts[1][1], "unless no layer says what it uses"
+    assert facts[0][2] != facts[1][2], "or some do not"
 
 
 def test_how_a_recurrent_layer_lays_out_its_states_is_a_fact() -> None:

@@ -430,7 +430,9 @@ def test_a_process_that_stands_still_as_it_reads_keeps_nobody(
     (lock,) = cache.glob("*.lock")
     with lock.open() as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)
+        before = os.listdir("/proc/self/fd")
         assert in_background(lambda: Digests(cache).of(settled), "read").result(20) == first
+        assert os.listdir("/proc/self/fd") == before
     assert not entry(cache).read_text()
     assert Digests(cache).of(settled) == first and entry(cache).read_text()
 
@@ -490,8 +492,14 @@ def test_a_cache_that_others_can_write_to_is_left_alone(
     assert list(cache.iterdir()) == []
 
 
-def test_a_cache_that_is_no_folder_costs_a_reading(settled: Path, tmp_path: Path) -> None:
+def test_a_cache_that_is_no_folder_costs_a_reading(
+    settled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    caplog.set_level("INFO")
+    assert Digests(tmp_path / "link").of(settled) == Digests(None).of(settled)
+    assert "link: it is no folder" in caplog.text
     assert Digests(tmp_path / "file").of(settled) == Digests(None).of(settled)
     assert Digests(tmp_path / "file" / "below").of(settled) == Digests(None).of(settled)
 
