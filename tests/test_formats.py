@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import lmdb
+import pytest
 import xxhash
 
 from spec.offloading import StoreContext
@@ -22,6 +23,7 @@ from tiers.remote.packs.pack import PACK_VERSION, pack_index
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, TierStore
+from tiers.wrappers.encryption import BlockCipher, encrypted_bytes, key_mark
 
 PAYLOAD = 4096
 SPACE = namespace({"model": "m", "weights": "w"}, rank=1, world_size=2)
@@ -32,6 +34,7 @@ FORMS = {
     ("disk's index", 3, 1): "30ae1ea5c68b8d33593fc3d0966ccee0",
     ("disk's slab", 1): "a36fc5bc2b3d1585fd2d4f1dcca1a353",
     ("packs", 1, 1): "ab81c41c2d2ecff3fbc79fcab2df925e",
+    ("encrypted", 1): "0f71de2dc70208b78889caa9c5918517",
 }
 """Digests, by the numbers of the formats that decide them."""
 
@@ -43,7 +46,7 @@ def store_blocks(store: TierStore) -> None:
         assert store.put(blocks) == [True] * 3
 
 
-def form(*parts: bytes) -> str:
+def form(*parts: bytes | bytearray) -> str:
     whole = xxhash.xxh3_128()
     for part in parts:
         whole.update(b"%d " % len(part) + part)
@@ -87,3 +90,12 @@ def test_packs(tmp_path: Path) -> None:
     names = [str(file.relative_to(tmp_path)).encode() for file in files]
     found = form(*names, *(file.read_bytes() for file in files), pack_index(KEYS, PAYLOAD))
     assert found == FORMS["packs", PACK_VERSION, FORMAT_VERSION]
+
+
+def test_what_encryption_makes_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_bytes", bytes)
+    key, out = bytes(range(32)), bytearray(encrypted_bytes(PAYLOAD))
+    cipher = BlockCipher(key)
+    cipher.encrypt(Block(KEYS[0], memoryview(bytearray(PAYLOAD))), memoryview(out))
+    names = cipher.names.space(SPACE), *cipher.names.of(KEYS)
+    assert form(*names, out, key_mark(key).encode()) == FORMS["encrypted", FORMAT_VERSION]

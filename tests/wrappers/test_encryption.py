@@ -54,6 +54,10 @@ def test_keys_of_several_lengths_get_their_names_in_order() -> None:
     keys = [chance.randbytes(chance.randrange(NAMESPACE_BYTES + 1, 70)) for _ in range(300)]
     keys += keys[:7]
     assert NAMES.of(keys) == [name for key in keys for name in NAMES.of([key])]
+    two = [
+        chance.randbytes(size) for size in (24, 40) * SCALAR_MAX_KEYS
+    ]  # before and after a reset
+    assert NAMES.of(two) == [name for key in two for name in NAMES.of([key])]
     assert NAMES.of([]) == []
 
 
@@ -93,6 +97,7 @@ SITE = StoreContext(SIZE)
 SPACE = b"the namespace..."
 KEY = SPACE + b"digest of a prompt that one could guess"
 OTHER = SPACE + b"digest of another prompt, known as well"
+GONE = SPACE + b"digest of a prompt that is dropped"
 SECRET = b"what the user said in confidence, as KV. " * 200
 assert len(SPACE) == NAMESPACE_BYTES
 
@@ -301,9 +306,15 @@ def test_no_seal_at_all(victim: Victim) -> None:
 
 def test_keys_rotate_without_a_miss_and_a_removed_one_opens_nothing(victim: Victim) -> None:
     victim.keep(KEY)
+    victim.keep(GONE)
     rotated = victim.reopen([NEW, MINE])
+    for verb in (rotated.has, rotated.peek) if victim.spec.is_prompt else (rotated.has,):
+        assert verb([OTHER, KEY, GONE]) == [False, True, True]
+    rotated.drop([GONE])
+    assert rotated.has([KEY, GONE]) == [True, False]
     assert victim.serves(KEY, rotated) == SECRET[:SIZE]
     assert rotated.put([Block(OTHER, memoryview(bytearray(SECRET[:SIZE])))]) == [True]
+    assert rotated.has([OTHER, KEY]) == [True, True]
     rotated.close()
     later = victim.reopen([NEW])
     assert later.has([KEY, OTHER]) == [False, True]
