@@ -168,7 +168,7 @@ class Mounted(Store):
         self.gone = False
         self.asked = 0
         self.finds: Callable[[], object] = bool
-        """What a `put` does before it looks whether the store is gone."""
+        """What a `put` or `get` does before it looks whether the store is gone."""
 
     def has(self, keys: object) -> list[bool]:
         self.asked += 1
@@ -177,6 +177,7 @@ class Mounted(Store):
         return [True] * len(keys)  # type: ignore[arg-type]
 
     def get(self, blocks: object) -> list[bool]:
+        self.finds()
         return [not held for held in self.has(blocks)]
 
     def put(self, blocks: object) -> list[bool]:
@@ -362,8 +363,10 @@ def test_a_store_that_is_opened_anew_is_not_peeked_before_its_index_is_made() ->
     store.close()
 
 
+@pytest.mark.parametrize("verb", ["put", "get"])
+@pytest.mark.parametrize("ends_well", [False, True])
 def test_a_verb_that_was_under_way_in_a_lost_store_costs_its_successor_nothing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, verb: str, ends_well: bool
 ) -> None:
     caplog.set_level(logging.INFO)
     first, second = Mounted(), Mounted()
@@ -375,16 +378,19 @@ def test_a_verb_that_was_under_way_in_a_lost_store_costs_its_successor_nothing(
 
     first.finds = finds
     store = opened(lambda: first)
-    putting = threading.Thread(target=store.put, args=[Memory([make_key()], SIZE).blocks])
-    putting.start()
+    blocks = Memory([make_key()], SIZE).blocks
+    under_way = threading.Thread(target=getattr(store, verb), args=[blocks])
+    under_way.start()
     began.wait()
     first.gone = True
     OPEN[:] = [lambda: second]
     store.has([make_key()])
     reopened(store)
     assert first.closed.wait(60)
+    first.gone, first.asked = not ends_well, 1000
     go_on.set()
-    putting.join()
+    under_way.join()
+    assert store.counts().renewed < 1000 > store.damaged(), "its own are counted when it is lost"
     assert not second.closed.is_set() and store.has([make_key()]) == [True]
     assert caplog.text.count("is open no more") == 1
     store.close()
