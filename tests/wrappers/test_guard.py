@@ -30,6 +30,7 @@ from tiers.store import (
     Measured,
     PutCounts,
     RecentBlocks,
+    Remembers,
     TierStore,
     Touch,
     Usage,
@@ -108,6 +109,12 @@ class Everything(Peeking, Touching, Measuring, Clearing):
         self._answer("describe", 0)
         return "here"
 
+    def forget(self) -> None:
+        self._answer("forget", 0)
+
+    def counts(self) -> PutCounts:
+        return PutCounts(renewed=len(self.asked))
+
 
 class Damaging(Store):
     found = 0
@@ -160,7 +167,11 @@ def test_what_works_goes_through_unchanged() -> None:
     assert guarded.get(Memory([KEY], 8).blocks) == [True]
     assert capability(guarded, LocalIndex) and guarded.peek([KEY]) == [True]
     assert capability(guarded, Measured) and guarded.usage() == Usage(3, 30, 300)
+    assert guarded.counts() == PutCounts(renewed=len(store.asked))
     assert capability(guarded, Described) and guarded.describe() == "here"
+    assert capability(guarded, Remembers) is guarded
+    guarded.forget()
+    assert store.asked[-1] == "forget"
     assert is_up(guarded)
     assert guarded.failures.total == 0
 
