@@ -407,7 +407,7 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
             unknown = [name for name in rule.tiers or () if name not in names]
             if unknown:
                 raise ValueError(f"no tier is called {unknown[0]!r:.80}; use {one_of(names)}")
-        if len({rule.name for rule in tenants.values()}) > MAX_TENANT_NAMES:
+        if len({None, *(rule.name for rule in tenants.values())}) > MAX_TENANT_NAMES:
             raise ValueError(f"{MAX_TENANT_NAMES - 1} names at most can be shown; remove some")
         return tenants
 

@@ -77,12 +77,6 @@ class ChainDiff:
     settings: tuple[KeyChange, ...] = ()
     refused: tuple[str, ...] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether both chains are the same."""
-        same = all(tier.kind == "kept" and tier.before == tier.after for tier in self.tiers)
-        return same and not self.settings and not self.refused
-
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
         """The names of the tiers of these kinds."""
         return tuple(tier.name for tier in self.tiers if tier.kind in kinds)

@@ -85,11 +85,22 @@ def test_alike_is_not_the_same() -> None:
     ("settings", "says"),
     [
         ({"load_when": "soon"}, "load_when: found 'soon'; did you mean sooner"),
+        ({"record": True}, r"record: found True; write its settings, like \{path: /var/lib/"),
+        (
+            {"tenants": {f"salt {n}": {"name": f"n{n}"} for n in range(100)}},
+            "tenants: found a mapping; 99 names at most can be shown",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         chain(CPU, **settings)
+
+
+def test_as_many_tenants_as_metrics_show_have_names() -> None:
+    """Beside those that have none, which are shown as one."""
+    tenants = {f"salt {n}": {"name": f"n{n}"} for n in range(99)}
+    assert len(chain(CPU, tenants={**tenants, "nameless": {}}).tenants) == 100
 
 
 def test_a_chain_goes_through_json_and_stays_what_it_was() -> None:

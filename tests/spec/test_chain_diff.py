@@ -9,7 +9,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.chain_diff import diff
-from spec.load import load_chain
+from spec.load import SpecError, load_chain
 
 CPU = {"type": "cpu", "capacity": "8GiB"}
 REDIS = {"type": "redis", "url": "redis://cache:6379/0"}
@@ -33,7 +33,19 @@ def test_what_becomes_of_each_tier() -> None:
         "tier redis: drained",
         "load_policy: stitched -> first",
     ]
-    assert diff(old, old).is_empty and not diff(old, new).is_empty
+    assert diff(new, new).lines() == [
+        f"tier {name}: kept, load priority {place}"
+        for place, name in enumerate(("disk", "cpu", "big"), 1)
+    ]
+    larger = chain({**CPU, "capacity": "2GiB"}, disk(max_inflight="1GiB"))
+    assert diff(chain(CPU, disk()), larger).lines() == [
+        "tier cpu: resized, load priority 1; capacity: 8GiB -> 2GiB",
+        "tier disk: changed, load priority 2; max_inflight: unset -> 1GiB",
+    ]
+    other = chain({**REDIS, "name": "disk", "ttl": "1h"})
+    assert diff(chain(disk()), other).lines() == [
+        "tier disk: reopened, load priority 1; type: disk -> redis"
+    ]
 
 
 def test_what_a_tier_takes_only_when_it_opens() -> None:
@@ -66,6 +78,8 @@ def test_what_is_refused_by_name(
 
 def test_encryption_is_refused(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("ab" * 32)
+    with pytest.raises(SpecError, match="write the file's whole path"):
+        chain(disk(encryption={"key_file": "keys"}))
     found = diff(chain(disk()), chain(disk(encryption={"key_file": str(tmp_path / "keys")})))
     assert "restart the engine" in found.refused[0] and "encryption" in found.refused[0]
 

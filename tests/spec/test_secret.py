@@ -56,6 +56,7 @@ def test_a_secret_is_read_anew_when_it_is_revealed(
         ("{file: /dev/zero}", "name another than the file /dev/zero"),
         ("{file: /dev/null}", "write the secret to the file /dev/null, which holds none"),
         ("{file: secret}", "write the file's whole path"),
+        ("{file: /bin/sh}", "save the file /bin/sh as UTF-8, which it is not"),
         (SECRET, "write {file: /run/secrets/name} or {env: NAME}"),
         (f"[{SECRET}]", "write {file: /run/secrets/name} or {env: NAME}"),
         ("{}", "write {file: /run/secrets/name} or {env: NAME}"),

@@ -375,7 +375,9 @@ def test_blocks_of_windows_are_found_under_every_key_while_keys_rotate() -> None
     ]
 
 
-@pytest.mark.parametrize("keys", [[], ["abc"], [MINE, MINE], ["0" * 63 + "g"]])
+@pytest.mark.parametrize(
+    "keys", [[], ["abc"], [MINE, MINE], ["0" * 63 + "g"], [f"{n:064x}" for n in range(9)]]
+)
 def test_a_bad_key_file_is_told_and_none_of_it_shown(
     victim: Victim, keys: list[str], tmp_path: Path
 ) -> None:

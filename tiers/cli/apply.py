@@ -72,7 +72,7 @@ def apply(
         question["watch"] = _seconds(watch)
     answer = _ask("apply", question, name, folder)
     if not as_json:
-        for line in answer["lines"] or ["nothing to do"]:
+        for line in answer["lines"]:
             typer.echo(line)
     if not dry_run:
         answer |= _outcome(answer, name, folder)
