@@ -90,8 +90,8 @@ def tune(
         found = _search(opened, other, given, present, chains, minutes, processes)
     except KVTiersError as error:
         raise refused(error) from None
-    names = [one_line(path.name) for path in (trace, judge) if path is not None]
-    _print_result(found, names, present, out, json_file)
+    judged_on = None if judge is None else one_line(judge.name)
+    _print_result(found, one_line(trace.name), judged_on, present, out, json_file)
     if found.is_cut_off:
         raise typer.Exit(INTERRUPTED)
     if found.broken:
@@ -175,7 +175,8 @@ def _so_far(trials: Trials, asked: TuneOptions, seconds: float) -> str:
 
 def _print_result(
     found: Tuned,
-    traces: Sequence[str],
+    trace: str,
+    judged_on: str | None,
     present: ChainSpec | None,
     out: Path | None,
     json_file: Path | None,
@@ -183,7 +184,6 @@ def _print_result(
     from tiers.tuning.files import write_whole
     from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, too_little, unsearched
 
-    trace, judged_on = traces[0], traces[1] if len(traces) > 1 else None
     chain = as_yaml(found, trace, present, judged_on)
     typer.echo(as_text(found, judged_on))
     if chain is None:

@@ -48,9 +48,8 @@ class StatusBoard:
         self._last: float | None = None
         self._sums: Sums = {}
         self._samples: dict[tuple[str, str], deque[float]] = {}
-        steps = int(HISTORY / HISTORY_STEP)
         self._history: deque[tuple[float, Saved]] = deque(
-            [(self._began, Saved(0.0, 0.0))], maxlen=steps
+            [(self._began, Saved(0.0, 0.0))], maxlen=int(HISTORY / HISTORY_STEP)
         )
         self._marks: deque[tuple[float, Sums]] = deque([(self._began, {})], maxlen=MARKS + 1)
 
@@ -70,7 +69,6 @@ class StatusBoard:
                         sums[name] = value
                     else:
                         sums[name] = sums.get(name, 0.0) + value
-
         if now - self._history[-1][0] >= HISTORY_STEP:
             self._history.append((now, self._saved()))
 

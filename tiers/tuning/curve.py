@@ -36,8 +36,6 @@ class PrefixStack:
     `bound`: a position beyond it is like that of a block never seen. It keeps at most twice as many
     blocks, 1,000 and a prompt's, and three integers for each request that was the last to touch
     one. Used by one thread.
-
-    The run as a unit is ours.
     """
 
     def __init__(self, bound: int | None = None) -> None:

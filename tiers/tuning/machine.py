@@ -148,12 +148,10 @@ class Machine(BaseModel, frozen=True, extra="forbid"):
             return written
         tiers = written.get("tiers", {})
         if isinstance(tiers, Mapping):
-            both = {name: tiers.get(name, {}) for name in (*known["tiers"], *tiers)}
-            tiers = {
-                name: {**known["tiers"].get(name, {}), **tier}
-                if isinstance(tier, Mapping)
-                else tier
-                for name, tier in both.items()
+            given = known["tiers"]
+            tiers = given | {
+                name: {**given.get(name, {}), **tier} if isinstance(tier, Mapping) else tier
+                for name, tier in tiers.items()
             }
         return {**known, **written, "tiers": tiers}
 

@@ -47,12 +47,10 @@ class TimedScheduler(ReplayScheduler):
     def _ask(self, request: ReplayRequest, computed: int) -> int | None:
         """As the scheduler; time stands while stores look."""
         limit = time.monotonic() + LOOK_SECONDS
-        external = super()._ask(request, computed)
-        while external is None:
+        while (external := super()._ask(request, computed)) is None:
             if time.monotonic() > limit or not self._states.of(request).wait_budget.is_looking:
                 break
             time.sleep(TURN)
-            external = super()._ask(request, computed)
         return external
 
     def _match(self, request: ReplayRequest) -> Match:

@@ -35,8 +35,7 @@ class SimTier:
     @classmethod
     def of(cls, spec: OffloadingSpec) -> SimTier:
         is_host = isinstance(spec, HostSpec)
-        more: dict[str, Any]
-        more = {one.name: getattr(spec, one.name, one.default) for one in fields(cls)[4:]}
+        more: Any = {one.name: getattr(spec, one.name, one.default) for one in fields(cls)[4:]}
         return cls(spec.tier_name, spec.type, is_host, size_of(spec), **more)
 
 

@@ -136,9 +136,7 @@ class TimedSpace(LruSpace):
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
     """The first `most` blocks of these parts, and the others."""
     taken: list[Part] = []
-    room = math.floor(most)
-    if room <= 0:
-        return taken, parts
+    room = max(0, math.floor(most))
     for index, part in enumerate(parts):
         run, blocks = part
         count = blocks.bit_count()
