@@ -23,10 +23,11 @@ def line(**changes: object) -> bytes:
 BAD = {
     "NaN": (b'{"timestamp": NaN, "hash_ids": []}', "NaN is no number of JSON"),
     "infinite": (line().replace(b": 0", b": 1e999", 1), "timestamp must be a number"),
+    "no time of a clock": (line(timestamp=2**54), "timestamp must be a number from 0 to 2**53"),
     "bool": (line(input_length=True), "input_length must be a whole number"),
     "negative": (line(output_length=-1), "output_length must be a whole number"),
     "half": (line(input_length=7.5), "input_length must be a whole number"),
-    "huge number": (line(input_length=2**70), "input_length must be a whole number"),
+    "huge number": (line(input_length=2**31), "input_length must be a whole number"),
     "more digits than fit": (b'{"hash_ids": [' + b"9" * 5000 + b"]}", "it is no JSON object"),
     "bool id": (line(hash_ids=[0, True]), "hash_ids must be whole numbers, not True"),
     "text id": (line(hash_ids=["a"]), "hash_ids must be whole numbers, not 'a'"),

@@ -4,7 +4,6 @@ fields."""
 from __future__ import annotations
 
 import json
-import math
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +21,10 @@ _ZSTD_CHUNK = 2**10
 """Four compressed bytes may become 128 KiB: these become 32 MiB at most."""
 _MAX_WINDOW = 2**27
 """Memory that a zstd frame may ask for: what level 19 with long matching takes."""
-MAX_TOKENS = 2**40
+MAX_TOKENS = 2**30
+"""No prompt or answer has as many, and to simulate one takes a second of each chain."""
+MAX_TIME = 2**53
+"""The last one up to which a float tells milliseconds apart."""
 _MAX_ID = 2**64
 
 
@@ -169,10 +171,10 @@ def read_objects(
 
 
 def number(found: dict[str, Any], key: str) -> float:
-    """A finite number of 0 or more."""
+    """A time: a number from 0 to `MAX_TIME`."""
     value = _required(found, key)
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise Malformed(f"{key} must be a number of 0 or more, not {shown(value)}")
+    if type(value) not in (int, float) or not 0 <= value <= MAX_TIME:
+        raise Malformed(f"{key} must be a number from 0 to 2**53, not {shown(value)}")
     return float(value)
 
 
@@ -183,7 +185,7 @@ def whole(found: dict[str, Any], key: str, at_least: int = 0) -> int:
         value = int(value)
     if type(value) is not int or not at_least <= value <= MAX_TOKENS:
         raise Malformed(
-            f"{key} must be a whole number from {at_least} to 2**40, not {shown(value)}"
+            f"{key} must be a whole number from {at_least} to 2**30, not {shown(value)}"
         )
     return value
 

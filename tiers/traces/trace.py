@@ -98,7 +98,7 @@ class Trace:
                 start = request.timestamp
             time = request.timestamp - start
             if time < latest:
-                summary.skip("times before the request before, taken as equal to it")
+                summary.skip("times before the request before, taken as its: sort the lines")
                 time = latest
             latest = time
             summary.requests += 1
