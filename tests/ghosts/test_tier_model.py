@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiers.ghosts.ghosts import PARTS, HotPrefix, Sampled, SampledStack, TierModel
+from tiers.ghosts.ghosts import PARTS, SURE, HotPrefix, Sampled, SampledStack, TierModel
 
 
 def conversations(requests: int, seed: int = 0) -> list[list[int]]:
@@ -129,11 +129,21 @@ def test_the_hot_prefix_is_what_most_prompts_share() -> None:
     assert PARTS == 8
 
 
+def test_copies_of_a_prompt_are_not_hot() -> None:
+    """No half of the prompts shares a block, however many copies of one follow each other."""
+    hot = HotPrefix()
+    rng = random.Random(2)
+    for _ in range(300):
+        prompt = [rng.randbytes(8) for _ in range(20)]
+        assert {hot.shared_by(prompt) for _ in range(8)} == {0}
+
+
 def test_galloping_finds_every_end() -> None:
     for length in range(1, 40):
         for same in range(1, length + 1):
             hot = HotPrefix()
             blocks = [bytes([n]) for n in range(length)]
-            hot.shared_by(blocks)
+            for _ in range(SURE + 1):
+                hot.shared_by(blocks)
             other = [*blocks[:same], *(b"x%d" % n for n in range(length - same))]
             assert hot.shared_by(other) == same, (length, same)

@@ -189,6 +189,10 @@ class TierModel:
         return Estimate(hits / whole, error / whole, size.stores / self.rate / whole)
 
 
+SURE = 32
+"""Votes that a block hardly ever has, copies of a prompt included, if no half of all share it."""
+
+
 class HotPrefix:
     """Finds a prefix that more than half of the prompts share, as a system prompt is.
 
@@ -211,7 +215,7 @@ class HotPrefix:
             shorter = range(min(len(blocks), len(prompt)))
             same = bisect_left(shorter, True, key=lambda i: blocks[i] != prompt[i])
             del blocks[same:]
-            return same
+            return same if self._votes > SURE else 0
         self._votes -= 1
         if self._votes < 0:
             self._blocks, self._votes = list(prompt), 1
@@ -386,15 +390,14 @@ class Ghosts:
         }
 
     def _estimates(self) -> dict[str, Estimate]:
-        """By label, in the order of the settings."""
-        found = {
+        """By label."""
+        return {
             setting.label: estimate
             for model, settings in self._models
             for setting, estimate in zip(
                 settings, model.estimates(self._cold_blocks, self._hot_blocks), strict=True
             )
         }
-        return {s.label: found[s.label] for s in self._settings if s.label in found}
 
     def _report(self, now: float) -> None:
         self._reports = now + REPORT_SECONDS
