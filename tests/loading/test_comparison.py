@@ -158,6 +158,19 @@ def test_from_10_mb_to_10_gb_a_second_it_is_never_a_tenth_slower(bandwidth: floa
     assert sum(map(made.run, lengths)) < 1.1 * min(loading, computing) + learning
 
 
+@pytest.mark.parametrize("latency", [0.0001, 0.0005, 0.01, 0.1])
+def test_prompts_that_never_measure_the_engine_are_compared_with_its_short_steps(
+    latency: float,
+) -> None:
+    """The engine computes 16 tokens of each, or all 48."""
+    made = World((latency, 1e6), prefill=10_000.0)
+    loading, computing = latency + 32 / 1e6 + 16 / 10_000, 48 / 10_000
+    made.run(blocks=3, has=[32])
+    times = [made.run(blocks=3, has=[32]) for _ in range(300)]
+    assert made.comparison.prefill.seconds_per_token is None
+    assert sum(times) / len(times) < 1.1 * min(loading, computing)
+
+
 def test_a_tier_that_becomes_slow_costs_few_requests() -> None:
     made = world(FAST)
     made.run_many(50)
@@ -678,9 +691,13 @@ def test_an_engine_that_schedules_ahead_is_measured_by_its_results(
 
 def test_decoding_is_no_prefill(meter: PrefillRate, steps: Steps, clock: Clock) -> None:
     assert steps.begin("a", 1000, 1) is None, "it answers"
-    assert steps.begin("a", 990, 100) is None, "drafts are no prompt"
+    assert steps.begin("a", 1000, 100) is None, "drafts are no prompt"
     assert steps.begin("unknown", 0, 1000) is None
     meter.step_ended(None)
+    assert meter.short_step is None
+    number = steps.begin("a", 990, 100)
+    clock.now += 0.25
+    assert not meter.step_ended(number) and meter.short_step == 0.25
     assert meter.seconds_per_token is None
     number = steps.begin("b", 0, 1000)
     clock.now += 1

@@ -117,6 +117,14 @@ class Comparison:
         """Seconds to compute a token, with which loads are compared; None: they are not."""
         return None if self.always else self.prefill.seconds_per_token
 
+    def _each(self, tokens: int) -> float | None:
+        """Seconds to compute each of so many tokens, with which a load is compared; None: it is
+        not. Too few to measure the engine take a step of such."""
+        short = self.prefill.short_step
+        if self.prefill.seconds_per_token or self.always or not short or tokens >= MIN_TOKENS:
+            return self.token_seconds
+        return short / max(1, tokens)
+
     def _is_long(self, plan: Plan) -> bool:
         """Whether another plan for as many tokens could be sooner by much."""
         each = self.prefill.seconds_per_token
@@ -135,16 +143,13 @@ class Comparison:
 
     def choose(self, propose: Propose[P], wish: Wish) -> Verdict[P]:
         """The best of the policy's plans."""
-        each, whole = self.token_seconds, wish.blocks * self._size
+        whole = wish.blocks * self._size
+        each = self._each(whole)
         best, cut = self._best(propose, wish, (each or 0.0) * min(CROWD, 1 + wish.others))
-        if best.plan is None:
-            computing = whole * (self.prefill.seconds_per_token or 0.0)
-            found = best._replace(passed=tuple(cut), seconds=computing)
-        else:
-            tokens, parts = best.plan.tokens, best.plan.parts
-            passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
-            seconds = best.load + (whole - tokens) * (each or 0.0)
-            found = best._replace(passed=passed, seconds=seconds)
+        tokens, parts = (0, {}) if best.plan is None else (best.plan.tokens, best.plan.parts)
+        passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
+        computing = (whole - tokens) * (each or self.prefill.seconds_per_token or 0.0)
+        found = best._replace(passed=passed, seconds=best.load + computing)
         # Without a plan, and none that was cut off, no tier holds anything to probe it with.
         # Nor is another asked while the policy's own comes in time, if that is all it has to do.
         plan, may_change = best.plan, cut or self.shares or not self.always
@@ -292,6 +297,8 @@ class PrefillRate:
         self._number = 0
         self._last_end = -math.inf
         self._tokens = self._seconds = 0.0
+        self.short_step: float | None = None
+        """Seconds of the last step of fewer tokens; None: there was none."""
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -300,7 +307,7 @@ class PrefillRate:
 
     def step_begins(self, tokens: int) -> int | None:
         """Note that a step computes `tokens` of prompts; its number, if it is to be measured."""
-        if tokens < MIN_TOKENS:
+        if not tokens:
             return None
         self._number += 1
         self._steps[self._number] = (tokens, self._now())
@@ -320,6 +327,7 @@ class PrefillRate:
     def measured(self, tokens: int, seconds: float) -> bool:
         """Take in a step that computed `tokens`; whether it counts."""
         if tokens < MIN_TOKENS:
+            self.short_step = seconds
             return False
         self._tokens = KEEP * self._tokens + tokens
         self._seconds = KEEP * self._seconds + seconds
