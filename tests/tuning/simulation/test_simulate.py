@@ -11,12 +11,14 @@ import pytest
 from spec.chain import LOAD_POLICIES
 from spec.errors import SpecError
 from spec.load import load_chain
+from spec.offloading import LOADS_AT_ONCE
 from tests.lab.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
 from tiers.tuning.simulation import workload as workload_module
+from tiers.tuning.simulation.simulate import _tiers
 
 SIZE = 16
 """Tokens of a block; a block has as many bytes."""
@@ -183,3 +185,21 @@ def test_what_is_expected_of_a_load_is_that_as_many_run_as_the_spec_says() -> No
     ]
     report = simulate(trace, SIZE, chain, on, warm=9 / 17)
     assert blocks_of(report) == [8 * 4]
+
+
+def test_a_load_that_can_not_end_in_time_is_dropped_only_where_it_waits_for_others() -> None:
+    """As `connector/worker/loading.py` drops it."""
+    far = {"a": TierProfile(load_bandwidth=FAST, store_bandwidth=FAST, load_latency=2)}
+    workload = Workload.of([TraceRequest(0.0, SIZE + 1, 1, [0])], SIZE)
+    chain = SimChain((tier("a", 100),))
+    (made,) = _tiers(chain, machine(tiers=far), workload)
+
+    def load(now: float, late: float) -> tuple[float, int]:
+        end, came = made.load(1, now, late)
+        return round(end, 9), came
+
+    assert load(0.0, 10.0) == (2.0, 1)
+    made.measure(4.0)
+    assert load(5.0, 6.0) == (6.0, 0)
+    at_once = [load(10.0, 13.0) for _ in range(LOADS_AT_ONCE + 1)]
+    assert at_once == [(12.0, 1)] * LOADS_AT_ONCE + [(12.0, 0)]

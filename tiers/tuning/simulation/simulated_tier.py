@@ -96,8 +96,10 @@ class SimulatedTier:
         begin = max(turn, self.load_free)
         each, latency = self._load_seconds, profile.load_latency
         came, busy = blocks, blocks * each
+        dropped = False
         if begin + busy + latency > late:
-            came = 0 if cost.line is not None else int(max(0.0, late - begin - latency) / each)
+            dropped = turn > now and cost.line is not None
+            came = 0 if dropped else int(max(0.0, late - begin - latency) / each)
             busy = came * each
         if profile.shared_link:
             # Blocks take turns for as long as both have something to move, one of each load that
@@ -114,7 +116,7 @@ class SimulatedTier:
         counts.load_busy += busy
         counts.loaded += came
         if came < blocks:
-            end = min(late, end) if cost.line is not None else late
+            end = min(late, end) if dropped else late
         self._loaders[loader] = max(turn, end)
         self._jobs += 1
         self._now = now
@@ -240,13 +242,7 @@ class SimulatedTier:
 
     def offer_answers(self, answering: Iterable[Prompt]) -> list[Job]:
         """Take blocks that had no room before of prompts that answer, in their order."""
-        jobs: list[Job] = []
-        for prompt in [prompt for prompt in answering if prompt in self.refused]:
-            if self._room < 1:
-                break
-            if (job := self.offer_again(prompt)) is not None:
-                jobs.append(job)
-        return jobs
+        return [job for prompt in answering if (job := self.offer_again(prompt)) is not None]
 
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""
