@@ -162,6 +162,15 @@ def test_no_size_beyond_what_serves_all() -> None:
     assert sizes["disk"][0] / BLOCK == pytest.approx(500 * 1.1, rel=0.06)
 
 
+def test_what_is_computed_says_which_hits_are_few() -> None:
+    """Where the engine has nearly all itself, the last thousandth is a twentieth of its work."""
+    given = budget({"disk": (10_000, {})})
+    (sizes,) = worth_trying(given, lambda size: 0.97 if size < 500 * BLOCK else 0.9715).values()
+    assert sizes[0] / BLOCK == pytest.approx(550, rel=0.06)
+    (sizes,) = worth_trying(given, lambda size: 0.2 if size < 500 * BLOCK else 0.2015).values()
+    assert sizes == (1,)
+
+
 @pytest.mark.parametrize("limit", [1_000, 10_000, 10**7, 2**62 // BLOCK])
 def test_a_limit_far_beyond_what_serves_all_changes_no_size(limit: int) -> None:
     """It was found to a part of the limit, so that all sizes were too large and broke a price."""

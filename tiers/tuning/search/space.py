@@ -26,7 +26,7 @@ from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 HALVES = 4
 FLAT = 0.002
-"""Hit ratios that differ by less are equal."""
+"""Hit ratios are equal that differ by less of what no cache could serve, and is computed."""
 SPARE = 1.1
 """Blocks in flight take room too: sizes are this much larger than the curve says."""
 GROWS = 1.25
@@ -69,7 +69,7 @@ def worth_trying(
 
 def _least(limit: int, ratio: Callable[[int], float]) -> int:
     """The least size that serves all that can be served, or the limit if that does not."""
-    low, high, enough = 0, limit, ratio(ALL) - FLAT
+    low, high, enough = 0, limit, ratio(ALL) - FLAT * (1 - ratio(ALL))
     # To a part of what suffices, not of the limit, which may be thousands of times as much.
     while high - low > max(1, high / 64):
         middle = (low + high) // 2
