@@ -184,6 +184,9 @@ def test_a_chain_that_serves_all_stays(kvtiers: Kvtiers, serving: Serving) -> No
     ran = kvtiers(*arguments(served, trace(served.folder, traffic), "--output", new))
     assert (ran.status, ran.err) == (0, "")
     assert "\nStay: " in ran.out and not new.exists()
+    assert "served no token" not in ran.out
+    ran = kvtiers(*arguments(served, trace(served.folder, ((at, 10) for at in range(420)))))
+    assert "is better; cpu served no token of these requests." in ran.out
 
 
 def test_a_recording_that_fills_no_tier_is_too_short(kvtiers: Kvtiers, serving: Serving) -> None:

@@ -71,7 +71,9 @@ def advise(tuned: Tuned, requests: Sequence[TraceRequest], block_tokens: int) ->
     """Compare the chain chosen near the present one with it, on requests that no choice saw."""
     best, present, budget = tuned.judged["chosen"], tuned.judged["present"], tuned.budget
     if best.chain == present.chain:
-        return _nothing_better(tuned, requests, "No chain that was tried is better", None)
+        idle = [use.name for use in present.report.tiers if not use.hit_tokens]
+        more = f"; {' and '.join(idle)} served no token of these requests" if idle else ""
+        return _nothing_better(tuned, requests, f"No chain that was tried is better{more}", None)
     found = gap(best.report, present.report, budget)
     shares = [found.share, *_off(best, present, tuned, requests, block_tokens)]
     least, worst = min(shares), max(shares)
