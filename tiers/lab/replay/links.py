@@ -113,8 +113,8 @@ class LinkedStore(StoreWrapper):
         self._link = link
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store once the bytes have passed: before, nobody finds them."""
-        self._link.store(len(blocks), self._link.clock.now())
+        """Store once the bytes that are new have passed: before, nobody finds them."""
+        self._link.store(self.has([one.key for one in blocks]).count(False), self._link.clock.now())
         return super().put(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
