@@ -159,6 +159,12 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
     return ended
 
 
+def close_result(opening: Future[Any]) -> None:
+    """Close what a call has opened, if anything; for `add_done_callback`."""
+    if not opening.cancelled() and (opened := opening.result()) is not None:
+        opened.close()
+
+
 def settle(future: Future[T], call: Callable[[], T]) -> None:
     """Run `call`, and hand its result to `future`, or whatever it raised."""
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec, ControlSpec, shown_chain
-from tiers.concurrency.executors import in_background
+from tiers.concurrency.executors import close_result, in_background
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.control.change_verbs import ChangeVerbs
@@ -108,9 +108,4 @@ class Control:
         """Remove the socket, also one that is yet to open. Waits for nobody."""
         self._changes.close()
         if self._opening is not None:
-            self._opening.add_done_callback(_close_opened)
-
-
-def _close_opened(opening: Future[ControlServer | None]) -> None:
-    if (server := opening.result()) is not None:
-        server.close()
+            self._opening.add_done_callback(close_result)

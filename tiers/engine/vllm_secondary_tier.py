@@ -32,7 +32,7 @@ from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier, opens_ours
 from tiers.block import copy, digest
-from tiers.concurrency.executors import IoExecutor
+from tiers.concurrency.executors import IoExecutor, close_result
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import TierManager
@@ -536,14 +536,9 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         for executor in (self._opener, self._reader, self._writer):
             executor.shutdown(wait=False)
         if self._store is None and self._opening is not None:
-            self._opening.add_done_callback(_close_opened)
+            self._opening.add_done_callback(close_result)
         self._manager.close()
         self._rows = memoryview(b"")
-
-
-def _close_opened(opening: Future[Guarded | None]) -> None:
-    if not opening.cancelled() and (store := opening.result()) is not None:
-        store.close()
 
 
 UNHOSTED = {
