@@ -51,8 +51,9 @@ def kv_groups(
             "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
         )
     sharing = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     groups = [
-        (_group(i, group, sharing), sorted(group.layer_names))
+        (_group(i, group, sharing, unit), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
     if sharing > 1 and any(group.window for group, _ in groups):
@@ -144,10 +145,11 @@ def _refuse_whole_prompts(vllm_config: VllmConfig) -> None:
         )
 
 
-def _group(index: int, group: Any, sharing: int) -> KVGroup:
-    """`sharing`: ranks that each keep a part of a block's tokens, in a paged block of their own."""
+def _group(index: int, group: Any, sharing: int, unit: int | None) -> KVGroup:
+    """`sharing`: ranks that each keep a part of a block's tokens, in a paged block of their own.
+    `unit`: tokens between the prefixes that vLLM matches; None: a block's."""
     spec = group.kv_cache_spec
-    kinds = [_kind(one) for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    kinds = [_kind(one, unit) for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
     odd = sorted({kind for kind in kinds if isinstance(kind, str)})
     served = {kind for kind in kinds if not isinstance(kind, str)}
     if not getattr(group, "enable_kv_transfer", True):
@@ -164,7 +166,7 @@ def _group(index: int, group: Any, sharing: int) -> KVGroup:
     return served.pop()._replace(tokens=tokens)
 
 
-def _kind(spec: Any) -> KVGroup | str:
+def _kind(spec: Any, unit: int | None) -> KVGroup | str:
     """Return how a layer's KV is kept, and of a layer that can't be served the name of its kind.
     Raises ValueError for states that can be served, with other settings."""
     name = type(spec).__name__
@@ -184,6 +186,14 @@ def _kind(spec: Any) -> KVGroup | str:
                 "kvtiers serves recurrent states of mamba_cache_mode align, not "
                 f"{spec.mamba_cache_mode}. Leave --no-enable-prefix-caching and --mamba-cache-mode "
                 "out."
+            )
+        # A step then goes on past the end of a block whose state is that of a prefix within it, and
+        # vLLM 0.32 and 0.33 take it for the state at the end.
+        within = getattr(spec, "num_prefill_checkpoint_blocks", 0)
+        if within and unit and unit < spec.block_size:
+            raise ValueError(
+                f"with prefix_match_unit {unit} vLLM mistakes states of this model, and answers "
+                "wrongly by itself. Leave --prefix-match-unit out."
             )
         return KVGroup(spec.block_size, spec.block_size, is_state=True)
     return name

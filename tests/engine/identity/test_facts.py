@@ -237,6 +237,12 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "blocks have another size than those of attention|0.32 and later",
         ),
         (
+            "Mamba 2 with prefix_match_unit below a block",
+            [{**STATE, "num_prefill_checkpoint_blocks": 1}, {}],
+            {"prefix_match_unit": 8},
+            "Leave --prefix-match-unit out|0.32 and later",
+        ),
+        (
             "chunked local attention",
             [{"kind": "ChunkedLocalAttentionSpec"}],
             {},
@@ -263,6 +269,7 @@ def test_what_can_t_be_served_is_named(
             prefill_context_parallel_size=more.get("prefill_context_parallel_size", 1),
             pipeline_parallel_size=more.get("pipeline_parallel_size", 1),
         ),
+        cache_config=SimpleNamespace(prefix_match_unit=more.get("prefix_match_unit")),
         speculative_config=more.get("speculative_config"),
         use_v2_model_runner=more.get("use_v2_model_runner", False),
     )

@@ -90,6 +90,13 @@ def test_states_and_attention_come_back_from_every_tier(
     assert restarted.loaded()["disk"] >= 5 * BLOCKS * STATE_BLOCK_TOKENS
 
 
+def test_states_that_vllm_itself_mistakes_are_refused(run_states: Callable[..., Run]) -> None:
+    """Of two prompts that begin alike the second begins at the end of the first, within a block,
+    and leaves that block's state as one of the block's end."""
+    with pytest.raises(EngineFailed, match="Leave --prefix-match-unit out"):
+        run_states([[(LONG[0], 1)]], [CPU], model=GRANITE, prefix_match_unit=16)
+
+
 TURNS = [
     [(tokens, 10, {} if turn == 0 else {"follows": 4 * turn - 4 + number})]
     for turn in range(6)
