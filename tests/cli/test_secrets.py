@@ -35,3 +35,17 @@ def test_no_command_shows_a_secret(
     assert SECRET not in ran.out + ran.err
     if command == "validate":
         assert f"password ({kind} {where})" in ran.out
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_setting_that_looks_like_a_secret_is_masked(
+    kvtiers: Callable[..., Any], tmp_path: Path, how: list[str]
+) -> None:
+    """A plugin's settings may be URLs: here a path has what such a one ends with."""
+    path = tmp_path / "chain.yaml"
+    place = f"/srv/kv?token={SECRET}"
+    tier = {"type": "disk", "path": place, "capacity": "1GiB"}
+    path.write_text(json.dumps({"version": 1, "tiers": [tier], "record": {"path": place}}))
+    ran = kvtiers("validate", path, *how)
+    assert ran.status == 0 and SECRET not in ran.out + ran.err
+    assert ran.out.count("/srv/kv?token=***") == 2
