@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, shown_chain
 from spec.errors import SpecError
 from spec.load import load_chain
 from tiers.cpu.spec import CpuSpec
@@ -119,5 +119,9 @@ def test_a_chain_is_made_of_specs_too_and_is_frozen() -> None:
 
 
 def test_no_salt_shows() -> None:
-    made = chain(redis("redis://cache"), salt="p3pper")
-    assert not [s for s in (str(made), repr(made)) if "p3pper" in s]
+    made = chain(redis("redis://cache"), salt="p3pper", tenants={"p3pper": {}})
+    shown = shown_chain(made)
+    assert not [s for s in (str(made), repr(made), str(shown)) if "p3pper" in s]
+    assert (shown["salt"], shown["tenants"]) == ("***", 1)
+    bare = shown_chain(chain(redis("redis://cache")))
+    assert (bare["salt"], bare["tenants"]) == ("none", "none") and "record" not in bare

@@ -10,6 +10,7 @@ from spec.fields import (
     exact_size,
     format_duration,
     format_number,
+    format_rate,
     format_size,
     mask_secrets,
     parse_duration,
@@ -57,11 +58,18 @@ def test_durations(written: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "rate"),
-    [("200MB/s", 2e8), ("6 GB / m", 1e8), ("86400MB/day", 1e6), ("24MB/d", 24e6 / 86400)],
+    ("written", "rate", "shown"),
+    [
+        ("200MB/s", 2e8, "200MB/s"),
+        ("6 GB / m", 1e8, "100MB/s"),
+        ("86400MB/day", 1e6, "1MB/s"),
+        ("24MB/d", 24e6 / 86400, "24MB/day"),
+        ("1MB/h", 1e6 / 3600, "24MB/day"),
+    ],
 )
-def test_rates(written: str, rate: float) -> None:
+def test_rates(written: str, rate: float, shown: str) -> None:
     assert parse_rate(written) == rate
+    assert format_rate(rate) == shown
 
 
 @pytest.mark.parametrize(

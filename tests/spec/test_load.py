@@ -171,6 +171,7 @@ def test_problems_beyond_counting_are_counted(tmp_path: Path) -> None:
         "{type: redis, url: redis://a, password: s3same}",
         "{type: redis, url: *s3same}",
         "{type: redis, url: !s3same x}",
+        "{type: redis, url: !s3same!x y}",
         "{type: redis, url: redis://a, key_prefix: ':s3same@ b'}",
         "{type: 'redis://:s3same@cache'}",
         "{'redis://:s3same@cache': x, type: redis}",
