@@ -113,10 +113,13 @@ def test_a_ghost_says_how_long_a_prompt_takes(observed: Callable[..., Observed])
     hits: dict[str, Any] = {"ghost_hit_ratio": 0.25, "ghost_hit_error": 0.0}
     names = ["cpu", "cpu (capacity: 2x)", "disk (capacity: 1MiB)"]
     made.board.measured({"cpu": TierStats(dict.fromkeys([*names, "gone"], hits))})
-    ghosts = made.board.status("1").ghosts
-    assert [ghost.tier for ghost in ghosts] == names
-    assert [ghost.prompt_seconds for ghost in ghosts] == [None] * 3
-    rates = {"prefill_tokens_per_second": 1e3, "load_tokens_per_second": 1e5}
+    computes: dict[str, Any] = {"prefill_tokens_per_second": 1e3}
+    for known in ({}, computes):
+        made.board.measured({"cpu": TierStats({"cpu": known})})
+        ghosts = made.board.status("1").ghosts
+        assert [ghost.tier for ghost in ghosts] == names
+        assert [ghost.prompt_seconds for ghost in ghosts] == [None] * 3
+    rates = {**computes, "load_tokens_per_second": 1e5}
     loaded = {"loaded_tokens": 10.0, "loaded_bytes": 1000.0}
     for _ in range(2):
         made.board.measured({"cpu": TierStats({"cpu": {**rates, **loaded}})})
