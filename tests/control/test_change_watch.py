@@ -60,6 +60,14 @@ def test_chance_alone_is_called_a_difference_seldom() -> None:
     assert verdicts.count("same") > 360
 
 
+def test_a_margin_is_two_standard_errors_of_both_ratios() -> None:
+    """Of five parts with 500 tokens in all, whose squares add up to 2: (2 * 5/4) ** 0.5 / 500."""
+    few = [Saved(100.0, seconds) for seconds in (1.0, 2.0, 3.0, 2.0, 2.0)]
+    found = compare(few, [*few, Saved(0.0, 0.0)])
+    assert found.margin == pytest.approx(1000 * 2 * 2**0.5 * 2.5**0.5 / 500)
+    assert found.before == found.after == pytest.approx(20.0)
+
+
 class History:
     """What was saved, as a test wants it."""
 
@@ -160,6 +168,10 @@ def test_each_change_that_is_watched_has_its_verdict(tmp_path: Path) -> None:
         second = apply(chains[2], 60.0)
         wait_until(lambda: outcome(first) == "another change")
         assert outcome(second) == "watching"
+        same = verbs.apply({"chain": chains[2].model_dump(mode="json"), "watch": 60.0})
+        assert same["over"] and "verdict" not in same, "nothing has changed"
+        with pytest.raises(QuestionRefused, match="can't take this chain: chain: tiers: found"):
+            verbs.apply({"chain": {"version": 1}})
         verbs.close()
         assert all(watched._stop.is_set() for watched in verbs._watches)
 

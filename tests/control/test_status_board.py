@@ -96,6 +96,14 @@ def test_an_engine_that_stands_still_is_no_busy_one(
     assert status.tiers[0].stored_bytes_per_second < status.tiers[0].sums["stored_bytes"] / 900
 
 
+def test_late_is_a_minute_however_many_steps_there_are(observed: Callable[..., Observed]) -> None:
+    made = observed(cpu())
+    for _ in range(1200):
+        made.clock.now += 0.1
+        made.board.measured({})
+    assert WINDOW - WINDOW / 6 <= made.board.status("1").window_seconds <= WINDOW + 0.1
+
+
 def test_a_tier_that_fails_says_why_without_a_step(
     observed: Callable[..., Observed], tmp_path: Path
 ) -> None:
