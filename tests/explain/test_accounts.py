@@ -10,6 +10,7 @@ from tests.support.children import BlockTier, Tier
 from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.explain.accounts import lines
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import count_answers
 
@@ -91,7 +92,54 @@ def test_the_engine_takes_what_another_connector_has(held: str, why: str) -> Non
     (attempt,) = told["attempts"]
     assert (attempt["elsewhere"], attempt["computed"], attempt["loaded"]) == (24, 18, {})
     assert told["holds"]
-    assert tier_of(told, "tier-0")["why"] == why
+    assert tier_of(told, "tier-0")["why"] == why and attempt["milliseconds"]["load"] == 0.0
+    assert [*lines(told)][:2] == [
+        "request r: running, 42 prompt tokens",
+        "  42 tokens = 0 own cache + 24 elsewhere (another connector, or part of a block) + "
+        "18 computed",
+    ]
+
+
+def test_attempts_are_numbered_as_if_none_were_left_out() -> None:
+    engine = Engine(BlockTier())
+    engine.begin()
+    told = engine.told()
+    told["attempts"] = [{**told["attempts"][0], "preempted": number} for number in range(5)]
+    told["attempts_left_out"] = 3
+    numbered = [line for line in lines(told) if line.startswith("  attempt ")]
+    assert numbered == [
+        "  attempt 1 of 8",
+        *(f"  attempt {number} of 8, after a preemption" for number in (2, 3, 4, 8)),
+    ]
+
+
+def test_a_tier_that_lacks_the_first_block_alone() -> None:
+    engine = Engine(BlockTier(".xxxxxxxxx"))
+    engine.begin()
+    engine.run(0)
+    told = tier_of(engine.told(), "tier-0")
+    assert (told["why"], told["held_blocks"], told["miss"]) == ("miss", 9, 0)
+
+
+def test_the_times_of_a_request() -> None:
+    engine = Engine(BlockTier("x" * 10))
+    engine.begin()
+    (notes,) = engine.known.all()
+    (attempt,) = notes.attempts
+    attempt.asked, attempt.joined, attempt.allocated = 10.0, 10.5, 11.0
+    until_begun = {"lookup": 0.0, "notice": 0.0, "other_load": 500.0, "until_begun": 1000.0}
+    (told,) = engine.told()["attempts"]
+    assert told["milliseconds"] == {**until_begun, "load": None, "until_run": None}
+    attempt.part_ended(0, None, 0, attempt.parts[0].times)
+    attempt.part_usable(0, 10)
+    engine.run(40)
+    attempt.loaded_at, attempt.started_at = 13.0, 14.0
+    (told,) = engine.told()["attempts"]
+    assert told["milliseconds"] == {**until_begun, "load": 2000.0, "until_run": 4000.0}
+    assert [*lines(engine.told())][-1] == (
+        "    ms: other load 500, until begun 1000, load 2000, until run 4000"
+    )
+    assert notes.attempts[0].waited == 2.5
 
 
 def test_the_engine_takes_less_of_its_own_cache() -> None:
@@ -112,8 +160,10 @@ def test_counts_that_do_not_agree_are_told() -> None:
     engine.run(20)
     assert engine.told()["attempts"][0]["holds"] is False
     assert engine.told()["holds"] is False
+    assert "THE COUNTS DO NOT AGREE" in [*lines(engine.told())][-1]
     attempt.started = 40
     assert engine.told()["holds"] is True
+    assert "THE COUNTS DO NOT AGREE" not in "".join(lines(engine.told()))
     notes.external += 4
     assert engine.told()["holds"] is False, "the engine counted other hits than the tiers"
 
