@@ -136,9 +136,11 @@ def test_the_times_of_a_request() -> None:
     attempt.loaded_at, attempt.started_at = 13.0, 14.0
     (told,) = engine.told()["attempts"]
     assert told["milliseconds"] == {**until_begun, "load": 2000.0, "until_run": 4000.0}
-    assert [*lines(engine.told())][-1] == (
-        "    ms: other load 500, until begun 1000, load 2000, until run 4000"
-    )
+    times = "    ms: other load 500, until begun 1000, load 2000, until run 4000"
+    assert [*lines(engine.told())][-1] == times and "waited_for" not in told
+    attempt.waits_for = "r0\n"
+    waited = r"    waited for the load of request r0\n"
+    assert [*lines(engine.told())][-2:] == [times, waited]
     assert notes.attempts[0].waited == 2.5
 
 
