@@ -87,6 +87,7 @@ def test_the_engine_takes_what_another_connector_has(held: str, why: str) -> Non
     """Under vLLM's own MultiConnector ours hears of no tokens, and the request runs with some."""
     engine = Engine(BlockTier(held))
     engine.begin(takes=0)
+    assert engine.told()["state"] == "running", "it loads nothing"
     engine.run(24)
     told = engine.told()
     (attempt,) = told["attempts"]
@@ -119,6 +120,8 @@ def test_a_tier_that_lacks_the_first_block_alone() -> None:
     engine.run(0)
     told = tier_of(engine.told(), "tier-0")
     assert (told["why"], told["held_blocks"], told["miss"]) == ("miss", 9, 0)
+    (line,) = (line for line in lines(engine.told()) if "tier-0" in line)
+    assert line == ("    tier-0: 0 tokens, it does not have block 0; held 9 of 10 blocks asked for")
 
 
 def test_the_times_of_a_request() -> None:
@@ -130,17 +133,23 @@ def test_the_times_of_a_request() -> None:
     until_begun = {"lookup": 0.0, "notice": 0.0, "other_load": 500.0, "until_begun": 1000.0}
     (told,) = engine.told()["attempts"]
     assert told["milliseconds"] == {**until_begun, "load": None, "until_run": None}
+    assert engine.told()["state"] == "loading"
     attempt.part_ended(0, None, 0, attempt.parts[0].times)
     attempt.part_usable(0, 10)
     engine.run(40)
-    attempt.loaded_at, attempt.started_at = 13.0, 14.0
+    attempt.loaded_at, attempt.started_at, attempt.parts[0].seconds = 13.0, 14.0, 2.0
     (told,) = engine.told()["attempts"]
     assert told["milliseconds"] == {**until_begun, "load": 2000.0, "until_run": 4000.0}
-    times = "    ms: other load 500, until begun 1000, load 2000, until run 4000"
-    assert [*lines(engine.told())][-1] == times and "waited_for" not in told
+    shown = [
+        "request r: running, 42 prompt tokens",
+        "  42 tokens = 0 own cache + 40 tier-0 + 2 computed",
+        "    tier-0: 40 tokens, it loaded the blocks; held 10 of 10 blocks asked for; "
+        "2000 ms (queue 0, load 0, check 0, copy 0)",
+        "    ms: other load 500, until begun 1000, load 2000, until run 4000",
+    ]
+    assert [*lines(engine.told())] == shown and "waited_for" not in told
     attempt.waits_for = "r0\n"
-    waited = r"    waited for the load of request r0\n"
-    assert [*lines(engine.told())][-2:] == [times, waited]
+    assert [*lines(engine.told())] == [*shown, r"    waited for the load of request r0\n"]
     assert notes.attempts[0].waited == 2.5
 
 
