@@ -248,6 +248,25 @@ def test_an_engine_that_has_no_threads_for_its_socket_serves(
         control.close()
 
 
+def test_an_engine_that_ends_leaves_no_socket_and_judges_no_change(tmp_path: Path) -> None:
+    folder = tmp_path / "control"
+    chain = chain_of(cpu(), control={"folder": str(folder)})
+    other = chain_of(cpu(), control={"folder": str(folder)}, max_wait="9s")
+    with running(chain) as engine:
+        assert engine.connector is not None
+        control = Control(chain, engine.connector)
+        wait_until(lambda: any(folder.glob("*.sock")))
+        (path,) = folder.glob("*.sock")
+        question = {"chain": other.model_dump(mode="json"), "watch": 3600.0}
+        ask(path, "apply", question)
+        engine.step()
+        (watch,) = (one for one in threading.enumerate() if one.name == "kvtiers-change-watch")
+        control.close()
+        wait_until(lambda: not any(folder.iterdir()))
+        watch.join(60)
+        assert not watch.is_alive()
+
+
 def test_an_engine_whose_folder_takes_no_socket_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

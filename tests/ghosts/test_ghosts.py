@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -21,9 +21,10 @@ SETTINGS = [
 class Followed:
     """Ghosts of an engine with two hashes a block, and prompts of eight blocks for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Sequence[Setting] = SETTINGS) -> None:
         self.clock, self.rng = Clock(), random.Random(7)
-        self.ghosts = Ghosts(SETTINGS, 4, 2, lambda: BLOCK_BYTES, self.clock)
+        self.block_bytes = BLOCK_BYTES
+        self.ghosts = Ghosts(settings, 4, 2, lambda: self.block_bytes, self.clock)
 
     def _block(self) -> list[bytes]:
         return [self.rng.randbytes(16), self.rng.randbytes(16)]
@@ -31,11 +32,11 @@ class Followed:
     def put(self, prompts: int, shared: int) -> None:
         """Prompts that share their first blocks, and whose answers fill one more."""
         system = [self._block()[1] for _ in range(shared)]
-        for _ in range(prompts):
+        for number in range(prompts):
             blocks = [[self.rng.randbytes(16), block] for block in system]
             blocks += [self._block() for _ in range(8 + 2 - shared)]
             # The last token of an answer is not computed.
-            self.ghosts.put([one for block in blocks for one in block], 35, 40)
+            self.ghosts.put([one for block in blocks for one in block], 35, 37 + number % 4)
 
     def published(self) -> Mapping[str, Mapping[str, float]]:
         """What is told once that is counted which was put."""
@@ -60,9 +61,23 @@ def test_prompts_that_share_their_first_blocks() -> None:
     assert large["ghost_hit_ratio"] == pytest.approx(hits, abs=0.05)
     assert large["ghost_store_ratio"] == pytest.approx(stores, abs=0.05)
     assert abs(large["ghost_hit_ratio"] - hits) < 2 * large["ghost_hit_error"] < 0.1
+    alone = Followed(SETTINGS[1:])
+    alone.put(400, shared=6)
+    assert alone.close() == {"large": large}, "where no tier follows all blocks"
 
 
-def test_what_was_half_a_life_ago_weighs_half() -> None:
+def test_nothing_is_counted_before_a_tier_has_opened() -> None:
+    followed = Followed()
+    followed.block_bytes = 0
+    followed.put(100, shared=0)
+    assert followed.published() == {}
+    followed.block_bytes = BLOCK_BYTES
+    followed.put(10, shared=6)
+    assert followed.close()["small"]["ghost_hit_ratio"] == pytest.approx(54 / 80)
+
+
+def test_what_was_half_a_life_ago_weighs_half(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     followed = Followed()
     followed.put(10, shared=6)
     assert followed.published()["small"]["ghost_hit_ratio"] == pytest.approx(54 / 80)
@@ -73,3 +88,4 @@ def test_what_was_half_a_life_ago_weighs_half() -> None:
     told = followed.close()["small"]
     assert told["ghost_hit_ratio"] == pytest.approx(27 / 120, rel=1e-2)
     assert told["ghost_store_ratio"] == pytest.approx((18 + 90) / 120, rel=1e-2)
+    assert caplog.text.count("ghosts: small would have") == 2, "ten minutes apart, and at the end"

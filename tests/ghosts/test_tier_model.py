@@ -111,7 +111,7 @@ def test_the_stack_counts_as_a_list_does() -> None:
         assert stack.younger(key) == place
         stack.touch(key)
         plain = [key, *(one for one in plain if one != key)][:40]
-        assert len(stack._moments) == len(plain)
+        assert len(stack._moments) == len(plain) and len(stack._keys) <= 2 * 40
 
 
 def test_the_hot_prefix_is_what_most_prompts_share() -> None:
@@ -126,6 +126,7 @@ def test_the_hot_prefix_is_what_most_prompts_share() -> None:
     assert {*later[0::4], *later[1::4], *later[2::4]} == {20} and {*later[3::4]} == {0}
     assert hot.shared_by([]) == 0
     assert hot.shared_by(system[:7]) == 7
+    assert hot.shared_by(system) == 7, "some share no more"
     assert PARTS == 8
 
 
