@@ -123,6 +123,25 @@ def test_the_simulation_agrees_on_answers(store: str) -> None:
     )
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_copies_that_begin_in_one_step_are_computed_once(gpus: int) -> None:
+    """As by vLLM, whose `allocate_slots` notes a step's blocks when the step is planned. A second
+    GPU, which begins at the same time, computes them once more."""
+    usual = machine(engine_cache=400 * BLOCK_BYTES, gpus=gpus)
+    requests = []
+    for burst in range(10):
+        first = 1000 * burst
+        busy = [range(first + 100 * n, first + 100 * n + 40) for n in range(1, 1 + gpus)]
+        requests += [TraceRequest(1e3 * burst, 643, 1, list(one)) for one in busy]
+        copy = TraceRequest(1e3 * burst + 1, 323, 1, list(range(first, first + 20)))
+        requests += 6 * [copy]
+    tiers = chain(cpu(160), disk(600))
+    real, simulated = replay(requests, SIZE, tiers, usual), simulate(requests, SIZE, tiers, usual)
+    assert_agree(real, simulated)
+    shared = 10 * (6 - gpus) * 20 * SIZE
+    assert real.engine_hit_tokens == simulated.engine_hit_tokens == shared
+
+
 @pytest.mark.parametrize("name", TIERS)
 def test_the_simulation_agrees_on_rules_of_stores(name: str) -> None:
     usual, requests = machine(engine_cache=60 * BLOCK_BYTES), chats(6)

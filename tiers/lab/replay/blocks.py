@@ -47,15 +47,17 @@ class BlockPool:
         if count > len(self._free):
             return None
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.forget(taken)
         for block in taken:
-            self._forget(block)
             self._refs[block] = 1
         return taken
 
-    def _forget(self, block: int) -> None:
-        block_hash, self._hashes[block] = self._hashes[block], None
-        if block_hash is not None and self._cached.get(block_hash) == block:
-            del self._cached[block_hash]
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These blocks hold no known prefix any more."""
+        for block in blocks:
+            block_hash, self._hashes[block] = self._hashes[block], None
+            if block_hash is not None and self._cached.get(block_hash) == block:
+                del self._cached[block_hash]
 
     def know(self, block: int, block_hash: bytes) -> None:
         """Note which prefix a computed or loaded block holds."""
@@ -65,8 +67,7 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """No block holds a known prefix any more."""
-        for block in range(len(self._hashes)):
-            self._forget(block)
+        self.forget(range(len(self._hashes)))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back. As in vLLM's `free_blocks`, a prefix's last blocks are taken again

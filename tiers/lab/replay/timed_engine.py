@@ -43,6 +43,22 @@ class TimedScheduler(ReplayScheduler):
         super().__init__(engine.connector, pool, size, machine.step_tokens, whole_prompts=True)
         self._engine = engine
         self._states = states
+        self._ahead: list[int] = []
+        """Blocks that the step in the making computes, in place for whoever begins in it."""
+
+    def plan(self) -> Step:
+        """As the scheduler; steps on other GPUs do not find what this one computes."""
+        self._ahead.clear()
+        step = super().plan()
+        self.pool.forget(self._ahead)
+        return step
+
+    def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
+        count = super()._run(request, step, budget)
+        first, end = request.num_computed_tokens, request.num_computed_tokens + count
+        self._tables.know(request.tables, request.block_hashes, end)
+        self._ahead += request.tables[0][first // self._block_tokens : end // self._block_tokens]
+        return count
 
     def _ask(self, request: ReplayRequest, computed: int) -> int | None:
         """As the scheduler; time stands while stores look."""

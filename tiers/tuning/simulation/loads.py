@@ -159,11 +159,8 @@ class Loads:
 
     def any_has(self, run: int, skip: int, now: float) -> bool:
         """Whether a tier has this block of this run by now."""
-        for _, tier in self._placed:
-            # Refused blocks may find room as stores end, sooner than the step's own offer.
-            if tier.known[run] >> skip & 1 or tier.refused:
-                break
-        else:
+        # Refused blocks may find room as stores end, sooner than the step's own offer.
+        if not any(tier.known[run] >> skip & 1 or tier.refused for _, tier in self._placed):
             return False
         self.drain(now)
         return any(tier.held[run] >> skip & 1 for _, tier in self._placed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from heapq import heappop, heappush
 from itertools import count
@@ -39,7 +39,7 @@ class OwnCache:
     """
 
     def __init__(self, capacity: float, workload: Workload) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._lengths = workload.lengths
         self._size = workload.block_tokens
         runs = len(workload.lengths)
@@ -57,13 +57,13 @@ class OwnCache:
         self._taken = 0
         """Blocks of running prompts: known, or yet to be computed or loaded."""
 
-    def find(self, prompt: Prompt) -> tuple[int, int, int]:
-        """Leading blocks of a prompt that are in place; of its path the run and the block in it
-        that come next. The last token is always computed."""
+    def find(self, prompt: Prompt, ahead: Mapping[int, int]) -> tuple[int, int, int]:
+        """Leading blocks of a prompt that are in place, or `ahead` will be; of its path the run and
+        the block in it that come next. The last token is always computed."""
         path, lengths, in_place = prompt.path, self._lengths, self._known
         known = at = skip = 0
         for run in path:
-            have = in_place[run]
+            have = max(in_place[run], ahead.get(run, 0))
             known += have
             if have != lengths[run]:
                 skip = have
@@ -82,7 +82,7 @@ class OwnCache:
         """Take blocks for the part of a prompt that is not in place; False: too few are free."""
         needed = -(-prompt.tokens // self._size) - known
         more = needed + self._idle_of(prompt.path)
-        if self._taken and self._taken + more > self._capacity:
+        if self._taken and self._taken + more > self.capacity:
             return False
         self._pin(prompt.path)
         prompt.reserved = needed
@@ -105,7 +105,7 @@ class OwnCache:
     def know(self, prompt: Prompt, parts: Iterable[Part], fresh: int) -> None:
         """These blocks of a prompt, of which it took `fresh`, are computed or loaded, as all before
         them: others find them in place."""
-        if self._capacity == math.inf:
+        if self.capacity == math.inf:
             return
         in_place = self._known
         before: list[tuple[int, int]] = []
@@ -182,12 +182,10 @@ class OwnCache:
         while free < 0 and idle:
             run = next(iter(idle))
             free += in_place[run]
-            if free > 0:
-                in_place[run] = int(free)
-                free = 0
-            else:
-                in_place[run] = 0
+            in_place[run] = max(0, int(free))
+            if free <= 0:
                 del idle[run]
+            free = min(0, free)
         self._free = free
 
 
@@ -249,8 +247,7 @@ class SimEngine:
                 mark = self._mark()
             waiting.append(Prompt(number, arrival, tokens, answer, *prompt))
             self._loads.waiting += 1
-            if self._idle:
-                self._begin_steps()
+            self._begin_steps()
         while events:
             self._next_event()
         assert not (waiting or self._back or self._going_on), "all requests are served"
@@ -267,14 +264,13 @@ class SimEngine:
     def _next_event(self) -> None:
         self.now, _, act, what = heappop(self._events)
         act(what)
-        if self._idle and (self._waiting or self._back or self._going_on):
-            self._begin_steps()
+        self._begin_steps()
 
     # -- steps -------------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
         """Begin a step on each idle GPU, as long as there is something to compute."""
-        while True:
+        while self._idle:
             batch, tokens = self._batch()
             if not batch:
                 return
@@ -285,13 +281,13 @@ class SimEngine:
                 self._idle_since = math.inf
             step = batch, self._offer(batch), tokens, seconds
             self._push(self.now + seconds, self._end_step, step)
-            if not (self._idle and (self._waiting or self._back or self._going_on)):
-                return
 
     def _batch(self) -> tuple[Batch, int]:
         """The prompts of a step, and its tokens: those that have begun first."""
         batch: Batch = []
-        going_on, budget = self._going_on, self.machine.step_tokens
+        # As in vLLM, whoever begins in a step has what it computes; other steps do once it ends.
+        ahead: dict[int, int] = {}
+        going_on, budget, size = self._going_on, self.machine.step_tokens, self._size
         while budget > 0:
             if going_on:
                 prompt = going_on.popleft()
@@ -302,44 +298,37 @@ class SimEngine:
             else:
                 break
             if not prompt.has_begun:
-                begins = self._begin(prompt)
+                begins = self._begin(prompt, ahead)
                 if begins is Beginning.NO_ROOM:
-                    self._put_back(prompt)
+                    heappush(self._back, (True, prompt.number, prompt))
                     break
                 if begins is Beginning.LOADS:
                     continue
-            done = prompt.done + budget
-            if done > prompt.tokens:
-                done = prompt.tokens
+            done = min(prompt.tokens, prompt.done + budget)
             budget -= done - prompt.done
             batch.append((prompt, done))
+            if self._cache.capacity < math.inf:
+                parts = prompt.between(prompt.done // size, done // size, self.workload)
+                ahead.update((run, blocks.bit_length()) for run, blocks in parts)
         return batch, self.machine.step_tokens - budget
-
-    def _put_back(self, prompt: Prompt) -> None:
-        heappush(self._back, (not prompt.has_begun, prompt.number, prompt))
 
     def _offer(self, batch: Batch) -> list[tuple[SimulatedTier, Job]]:
         """Offer the tiers the blocks of a step; the stores that begin when it ends."""
         now, size, tiers = self.now, self._size, self._storing
         jobs: list[tuple[SimulatedTier, Job]] = []
         self._loads.drain(now)
-        if len(batch) > 1:
-            # As engines report them: new prompts, then those that go on, then those that answer.
-            batch = sorted(batch, key=lambda pair: pair[0].offered > 0)
-        for prompt, done in batch:
-            first, last = prompt.offered, done // size
-            if last > prompt.blocks:
-                last = prompt.blocks
+        # As engines report them: new prompts, then those that go on, then those that answer.
+        for prompt, done in sorted(batch, key=lambda pair: pair[0].offered > 0):
+            first, last = prompt.offered, min(prompt.blocks, done // size)
             offer = prompt.offer(last, self.workload) if last > first else None
             for tier in tiers:
                 if tier.refused and first and (again := tier.offer_again(prompt)):
                     jobs.append((tier, again))
                 if offer and (job := tier.offer(prompt, offer, now)):
                     jobs.append((tier, job))
-        if self._answering:
-            for tier in tiers:
-                if tier.refused:
-                    jobs += [(tier, job) for job in tier.offer_answers(self._answering)]
+        for tier in tiers:
+            if tier.refused:
+                jobs += [(tier, job) for job in tier.offer_answers(self._answering)]
         return jobs
 
     def _end_step(self, step: Step) -> None:
@@ -397,12 +386,12 @@ class SimEngine:
 
     # -- beginning and loading ---------------------------------------------------------------
 
-    def _begin(self, prompt: Prompt) -> Beginning:
+    def _begin(self, prompt: Prompt, ahead: Mapping[int, int]) -> Beginning:
         """Find a prompt's prefix here and in the chain, and begin it where there is room."""
-        known, at, skip = self._cache.find(prompt)
+        known, at, skip = self._cache.find(prompt, ahead)
         loads, now = self._loads, self.now
         prompt.own = known * self._size
-        verdict = None
+        verdict = loads.nothing(prompt.blocks - known)
         if known < prompt.blocks and loads.any_has(prompt.path[at], skip, now):
             verdict = loads.choose(prompt, known, at, skip, now)
             if verdict.plan is not None and loads.joins(prompt, verdict.plan):
@@ -412,8 +401,6 @@ class SimEngine:
                 loads.drain(now)
             self._room_wait.refused(now)
             return Beginning.NO_ROOM
-        if verdict is None:
-            verdict = loads.nothing(prompt.blocks - known)
         prompt.has_begun = True
         self._room_wait.began(now)
         known, ends = loads.begin(prompt, known, verdict, now)
@@ -433,4 +420,4 @@ class SimEngine:
         self._cache.know(prompt, prompt.between(0, blocks, self.workload), fresh)
         prompt.done = min(prompt.done, prompt.tokens - 1)
         for one in (prompt, *self._loads.end(prompt)):
-            self._put_back(one)
+            heappush(self._back, (not one.has_begun, one.number, one))

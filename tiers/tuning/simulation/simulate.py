@@ -74,8 +74,9 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
 
 def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
     if tier.admission != "threshold":
-        found = f"found admission {tier.admission!r}; simulated is threshold"
-        raise SpecError([f"{tier.name}: {found}"])
+        raise SpecError(
+            [f"{tier.name}: found admission {tier.admission!r}; simulated is threshold"]
+        )
     if tier.ttl is not None:
         return TimedSpace(blocks, runs, tier.ttl)
     if tier.eviction not in SPACES:

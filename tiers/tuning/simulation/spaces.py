@@ -60,11 +60,9 @@ class LruSpace:
         parts, blocks, path = job
         held, order = self.held, self._order
         for run, new in parts:
-            if have := held[run]:
-                held[run] = have | new
-            else:
-                held[run] = new
+            if not held[run]:
                 order[run] = None
+            held[run] |= new
         move = order.move_to_end
         for run in path[::-1]:
             if held[run]:
