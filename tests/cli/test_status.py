@@ -83,6 +83,9 @@ def test_a_tier_whose_blocks_are_not_counted_is_not_shown_as_empty() -> None:
     server = TIER.model_copy(update={"state": "open", "capacity_bytes": 0, "used_bytes": 0})
     row = [*lines("chat-7", STATUS.model_copy(update={"tiers": [server]}))][2]
     assert row.split()[:3] == ["disk", "open", "-"]
+    server = server.model_copy(update={"used_bytes": 3 << 30})
+    row = [*lines("chat-7", STATUS.model_copy(update={"tiers": [server]}))][2]
+    assert row.split()[:3] == ["disk", "open", "3G"]
 
 
 def test_a_ghost_is_compared_with_the_tier_as_it_is() -> None:
