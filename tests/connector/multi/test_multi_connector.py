@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.children import Child
+from tests.support.children import BlockTier, Child, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.multi.multi_connector import (
     MultiConnectorMetadata,
@@ -16,6 +16,7 @@ from tiers.connector.multi.multi_connector import (
 )
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.contract.marks import MediaMarks
 from tiers.contract.messages import TransferResults
 
 
@@ -174,3 +175,20 @@ def test_a_worker_that_read_another_chain_says_so_before_there_are_requests(
         with pytest.raises(ValueError, match=f"tiers cpu, disk, .* {', '.join(of_worker)}:"):
             told(orders)
     assert not scheduler.has_pending_push_work()
+
+
+@pytest.mark.parametrize(
+    ("lost", "gives_up"),
+    [((True, False), False), ((None, False), False), ((True, None), True), ((True, True), True)],
+)
+def test_images_are_not_marked_where_all_tiers_are_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: tuple[bool | None, ...], gives_up: bool
+) -> None:
+    """Another connector of the engine, which is neither lost nor not, needs no marks of ours."""
+    children = [BlockTier("xxxx") for _ in lost]
+    for child, is_lost in zip(children, lost, strict=True):
+        vars(child).update({} if is_lost is None else {"is_lost": is_lost})
+    given_up: list[bool] = []
+    monkeypatch.setattr(MediaMarks, "give_up", lambda *_, late: given_up.append(late))
+    chain(*children).get_num_new_matched_tokens(FakeRequest(num_tokens=16), 0)
+    assert given_up == [False] * gives_up, "nothing is late"
