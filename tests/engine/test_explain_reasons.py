@@ -175,6 +175,9 @@ def test_computing_is_faster(made: MakeEngine, tmp_path: Path) -> None:
         ask(one, [number % 2, *range(100)])
         reasons.append(why(one, "disk"))
     assert "computing" in reasons
+    counts = "recompute_preferred", "recompute_preferred_engine"
+    counted = sum(one.stats.data["disk"].get(name, 0) for name in counts)  # type: ignore[misc]
+    assert counted == reasons.count("computing")
 
 
 def test_time_is_over(made: MakeEngine, tmp_path: Path) -> None:
