@@ -232,6 +232,14 @@ def test_a_reset_that_keeps(
     request = made.generate(PROMPT, 3)
     assert request.loaded_tokens == FULL
     assert request.output == answer(MODEL, PROMPT, 3)
+    running = made.add(third := [7, *OTHER[1:]], 30)
+    while not running.output:
+        made.step()
+    assert made.connector.reset_cache()
+    made.run()
+    made.settle()
+    longer = [*third, *running.output]
+    assert made.generate(longer, 3).loaded_tokens > FULL + 16, "also of one that ran meanwhile"
 
 
 @pytest.mark.parametrize("on_reset", ["keep", "forget"])

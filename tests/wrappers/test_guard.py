@@ -461,6 +461,19 @@ def test_what_hangs_takes_one_thread_and_is_left_alone(
     assert len(said) == 2 and "reads are down (no answer within its deadline, 5 s)" in said[0]
 
 
+def test_the_next_call_finds_that_one_hangs(clock: Clock) -> None:
+    """Whoever asks for no health in between: else each look-up would hang as well."""
+    store = Hanging()
+    guarded = Guarded(store, "t", deadline=5, clock=clock)
+    hung = start_get(guarded)
+    while not store.asked:
+        pass
+    clock.now += 5.1
+    assert guarded.has([KEY]) == [False] and store.asked == ["get"]
+    store.let_go.set()
+    hung.join()
+
+
 def test_a_trial_that_hangs_is_a_trial_that_failed(clock: Clock) -> None:
     store = Hanging()
     guarded = Guarded(store, "t", deadline=5, clock=clock)
