@@ -341,6 +341,20 @@ def test_counts_go_on_where_a_store_is_opened_anew() -> None:
     store.close()
 
 
+def test_a_store_that_fails_is_not_opened_anew() -> None:
+    class Failing(Mounted):
+        def get(self, blocks: object) -> list[bool]:
+            raise TierUnavailable("no answer")
+
+    first = Failing()
+    store, blocks = opened(lambda: first), Memory([make_key()], SIZE).blocks
+    assert store.get(blocks) == [False] and store.put(blocks) == [True]
+    health = store.health
+    assert (health.reads_up, health.writes_up, health.opening) == (False, True, False)
+    assert not first.closed.is_set()
+    store.close()
+
+
 def test_a_store_that_is_opened_anew_is_not_peeked_before_its_index_is_made() -> None:
     class Indexed(Mounted, Capable):
         has_index = True
