@@ -72,11 +72,11 @@ BY_DEFAULT = """
 ## Features
 
 With 0.32, answers from cpu, and from disk after a restart, were those without kvtiers: by a test
-over one disk, where each finds its own blocks alone, with fp8 KV, int4 weights, MTP, and other
-block sizes and hashes; by hand with structured outputs, `n`, priorities, no chunked prefill,
-several adapters, int8 and AWQ weights, EAGLE-3, Medusa, embeddings by the last token, and clients
-that leave streams; and Falcon-H1, Nemotron-H, LFM2, GPT-OSS and Command R7B. Prompt log
-probabilities load nothing.
+over one disk, where each finds its own blocks alone, with fp8 KV, also of some layers alone, int4
+weights, MTP, and other block sizes and hashes; by hand with structured outputs, `n`, priorities, no
+chunked prefill, several adapters, int8 and AWQ weights, EAGLE-3, Medusa, embeddings by the last
+token, two API servers, and clients that leave streams; and Falcon-H1, Nemotron-H, LFM2, GPT-OSS and
+Command R7B. Prompt log probabilities load nothing.
 
 ## Python
 

@@ -134,7 +134,7 @@ def engine_info(
         late_facts=late_facts(vllm_config, chain.salt) if is_worker else None,
         weights=worker_weights() if is_worker else Weights(),
         model=str(vllm_config.model_config.model),
-        overwrites_early=overwrites_early(vllm_config, (group for group, _ in groups)),
+        overwrites_early=overwrites_early(vllm_config, kv_cache_config),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -30,11 +29,6 @@ WHY_OLD = ""
 """Why neither recurrent states nor blocks that ranks share out can be served; empty: they may."""
 if (release_of(vllm_version) or NEWEST) < (0, 32):
     WHY_OLD = "that is only known to work with vLLM 0.32 and later"
-STATES_ON_V2 = (
-    "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
-    "VLLM_USE_V2_MODEL_RUNNER=0"
-)
-"""Why they are refused there where copies are vLLM's own: see `overwrites_early`."""
 
 
 def kv_groups(
@@ -42,14 +36,6 @@ def kv_groups(
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_settings(vllm_config)
-    mixed = getattr(kv_cache_config, "has_mixed_precision_kv_cache", None)
-    if mixed is None:  # older engines do not distinguish it from states, which they zero as well
-        mixed = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    if mixed:
-        raise ValueError(
-            "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
-            "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
-        )
     sharing = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     groups = [
@@ -110,11 +96,11 @@ def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
         )
 
 
-def overwrites_early(vllm_config: VllmConfig, groups: Iterable[KVGroup]) -> bool:
+def overwrites_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Return whether a step overwrites blocks before it calls `handle_preemptions`: Model Runner V2
-    zeroes pages and moves states of recurrent layers before."""
+    moves states of recurrent layers before, and zeroes their pages and those of mixed precision."""
     is_v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    return is_v2 and any(group.is_state for group in groups)
+    return is_v2 and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def refuse_model(vllm_config: VllmConfig) -> None:

@@ -24,13 +24,14 @@ from tiers.contract.weight_reports import WeightOrders, Weights
 from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.identity.facts import config_facts, layer_facts
 from tiers.engine.model_weights import ModelWeights
-from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
+from tiers.engine.vllm_groups import overwrites_early, refuse_model
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_watch import before_resets, caller
 from tiers.records import NamespaceNote
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class HostingEngine:
         self._is_outdated = False
         self._executor = core.model_executor
         config = core.vllm_config
-        refuse_engine(config, spec.extra_config, trust_client_ids)
+        refuse_engine(config, scheduler.kv_cache_config, spec.extra_config, trust_client_ids)
         self._facts = {
             **config_facts(config, vllm_version),
             "salt": salt,
@@ -195,7 +196,10 @@ def _row_facts(spec: OffloadingSpec) -> list[Any]:
 
 
 def refuse_engine(
-    vllm_config: VllmConfig, extra_config: Mapping[str, Any], trust_client_ids: bool
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    extra_config: Mapping[str, Any],
+    trust_client_ids: bool,
 ) -> None:
     """Raise ValueError for an engine whose KV vLLM's OffloadingConnector mistakes for other KV."""
     refuse_model(vllm_config)
@@ -206,14 +210,15 @@ def refuse_engine(
             "use KVTiersConnector"
         )
     model = vllm_config.model_config
-    # Of some models with images, such as Qwen3.5, vLLM reports the second alone.
-    if not (model.has_inner_state or model.is_hybrid):
-        return
-    if getattr(vllm_config, "use_v2_model_runner", False):
+    if overwrites_early(vllm_config, kv_cache_config):
         raise ValueError(
-            f"kvtiers can't serve the recurrent layers of {model.model}: {STATES_ON_V2}."
+            f"{model.model} has recurrent layers, or KV of several precisions, and vLLM's Model "
+            "Runner V2 may overwrite that while OffloadingConnector still reads it: start vLLM "
+            "with VLLM_USE_V2_MODEL_RUNNER=0, or use KVTiersConnector."
         )
-    if extra_config.get("sync_load_budget_bytes"):
+    # Of some models with images, such as Qwen3.5, vLLM reports the second alone.
+    has_states = model.has_inner_state or model.is_hybrid
+    if has_states and extra_config.get("sync_load_budget_bytes"):
         raise ValueError(
             f"{model.model} has recurrent layers: with sync_load_budget_bytes vLLM reads their "
             "states before it loads them, and answers wrongly. Leave that key out of "

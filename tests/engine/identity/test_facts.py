@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -199,7 +200,6 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
     ("what", "groups", "more", "words"),
     [
         ("non-causal attention", [{"non_causal": True}], {}, "non-causal FullAttentionSpec"),
-        ("KV of mixed precision", [{}], {"needs_kv_cache_zeroing": True}, "mixed precision"),
         (
             "prefixes that vLLM can't reuse",
             [{}],
@@ -273,37 +273,26 @@ def test_what_can_t_be_served_is_named(
         speculative_config=more.get("speculative_config"),
         use_v2_model_runner=more.get("use_v2_model_runner", False),
     )
-    cache = SimpleNamespace(
-        kv_cache_groups=[group(**fields) for fields in groups],
-        needs_kv_cache_zeroing=more.get("needs_kv_cache_zeroing", False),
-        has_mixed_precision_kv_cache=more.get("needs_kv_cache_zeroing", False),
-    )
+    cache = SimpleNamespace(kv_cache_groups=[group(**fields) for fields in groups])
     with pytest.raises(ValueError, match=words) as refusal:
         kv_groups(config, cache)
     cells.refused(what, str(refusal.value))
 
 
 @pytest.mark.vllm
-def test_the_engine_is_held_where_its_runner_overwrites_before_it_asks() -> None:
-    from tiers.engine.vllm_groups import overwrites_early
-
-    plain, states = KVGroup(16), KVGroup(16, 16, is_state=True)
-    one, two = (SimpleNamespace(use_v2_model_runner=is_v2) for is_v2 in (False, True))
-    assert overwrites_early(two, [plain, states])
-    assert not overwrites_early(two, [plain, plain])
-    assert not overwrites_early(one, [plain, states])
-
-
-@pytest.mark.vllm
-def test_a_chain_is_told_so_by_vllm_s_own_configuration(
+def test_the_engine_is_held_where_its_runner_overwrites_before_it_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By vLLM's own configuration: of states, and of KV of two precisions, as the sparse attention
+    of DeepSeek V3.2 has it, in one group with its indexer."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
         MambaSpec,
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
     )
 
     from tiers.engine.vllm import engine_info
@@ -315,6 +304,11 @@ def test_a_chain_is_told_so_by_vllm_s_own_configuration(
     plain = FullAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
     shapes, dtypes = ((2, 8),), (torch.float32,)
     states = MambaSpec(block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+    latent = partial(MLAAttentionSpec, block_size=tokens, num_kv_heads=1)
+    sparse = {
+        "layers.0.attention": latent(head_size=576, dtype=torch.bfloat16),
+        "layers.0.indexer": latent(head_size=132, dtype=torch.uint8),
+    }
 
     def overwrites(is_v2: bool, *specs: Any) -> bool:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(is_v2)))
@@ -324,6 +318,7 @@ def test_a_chain_is_told_so_by_vllm_s_own_configuration(
         return info.overwrites_early
 
     assert overwrites(True, plain, states)
+    assert overwrites(True, UniformTypeKVCacheSpecs.from_specs(sparse))
     assert not overwrites(True, plain)
     assert not overwrites(False, plain, states)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.vllm.checkpoints import write_int4, write_model, write_mtp
-from tests.engine.vllm.tiny_vllm import LLAMA, QWEN_3, Run, documents
+from tests.engine.vllm.tiny_vllm import GEMMA, LLAMA, QWEN_3, Run, documents
 from tests.engine.vllm.vllm_chains import cpu, disk
 from tests.support.compatibility import engine_version
 
@@ -47,6 +47,11 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
     if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
         for kind in ("fp8", "fp8_e5m2"):
             found[f"KV as {kind}"] = ({"kv_cache_dtype": kind}, COMPLETE)
+        both = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "3"]}
+        found["KV of two precisions"] = ({**both}, COMPLETE)
+        # Blocks of its layers have 32 tokens, or 128.
+        gemma = {"model": str(write_model(folder, GEMMA)), "num_gpu_blocks_override": 100}
+        found["KV of two precisions in two sizes"] = ({**both, **gemma}, 3 * 512)
     return found
 
 

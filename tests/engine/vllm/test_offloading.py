@@ -132,6 +132,10 @@ class Engine(SimpleNamespace):
     use_v2_model_runner = False
 
 
+PLAIN, ZEROED = (SimpleNamespace(needs_kv_cache_zeroing=zeroes) for zeroes in (False, True))
+"""KV cache configurations, of which vLLM zeroes the pages of one before it uses them."""
+
+
 def engine_of(**model: Any) -> Engine:
     """That of a model."""
     facts: dict[str, Any] = {"model": "org/model", "multimodal_config": None}
@@ -144,26 +148,35 @@ def engine_of(**model: Any) -> Engine:
 
 
 @pytest.mark.parametrize("says", ["has_inner_state", "is_hybrid"])
-def test_early_loads_and_runner_v2_are_refused_for_models_with_states(
-    monkeypatch: pytest.MonkeyPatch, says: str
-) -> None:
+def test_early_loads_are_refused_for_models_with_states(says: str) -> None:
     """vLLM would read states before they are there. Qwen3.5 with images says `is_hybrid` alone."""
     from tiers.engine.vllm_hosting import refuse_engine
 
     early = {"sync_load_budget_bytes": 1 << 20}
     states = engine_of(**{says: True})
     with pytest.raises(ValueError, match=r"org/model has recurrent layers.*Leave that key out"):
-        refuse_engine(states, early, False)
-    refuse_engine(states, {}, False)
-    refuse_engine(engine_of(), early, False)
+        refuse_engine(states, ZEROED, early, False)
+    refuse_engine(states, ZEROED, {}, False)
+    refuse_engine(engine_of(), PLAIN, early, False)
+
+
+def test_what_runner_v2_overwrites_early_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of states, and of KV of several precisions."""
+    from tiers.engine.vllm_hosting import refuse_engine
+
     monkeypatch.setattr(Engine, "use_v2_model_runner", True)
-    with pytest.raises(ValueError, match=r"recurrent layers of org/model: .* Model Runner V2"):
-        refuse_engine(states, {}, False)
-    refuse_engine(engine_of(), early, False)
+    with pytest.raises(ValueError, match=r"org/model has recurrent layers, or KV.* Runner V2"):
+        refuse_engine(engine_of(), ZEROED, {}, False)
+    refuse_engine(engine_of(), PLAIN, {}, False)
+
+
+def test_adapters_are_refused() -> None:
+    from tiers.engine.vllm_hosting import refuse_engine
+
     lora = engine_of()
     lora.lora_config = SimpleNamespace()
     with pytest.raises(ValueError, match="with LoRA, use KVTiersConnector"):
-        refuse_engine(lora, {}, False)
+        refuse_engine(lora, PLAIN, {}, False)
 
 
 def settings_of(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
