@@ -205,6 +205,8 @@ def test_what_another_load_brought(made: MakeEngine, tmp_path: Path) -> None:
     assert attempt["own_cache"] == 48
     assert attempt["waited_for"] == first["request"]
     assert attempt["milliseconds"]["other_load"] > 0
+    assert one.connector is not None and one.connector._sharing is not None
+    assert not one.connector._sharing._loaders, "nobody waits for what has ended"
 
 
 @pytest.mark.parametrize(("ranks", "processes"), [(2, False), (2, True)])

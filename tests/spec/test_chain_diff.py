@@ -42,6 +42,8 @@ def test_what_becomes_of_each_tier() -> None:
         "tier cpu: resized, load priority 1; capacity: 8GiB -> 2GiB",
         "tier disk: changed, load priority 2; max_inflight: unset -> 1GiB",
     ]
+    recorded = chain(CPU, disk(), record={"path": "/srv/trace"})
+    assert diff(chain(CPU, disk()), recorded).lines()[2:] == ["record: changed"]
     other = chain({**REDIS, "name": "disk", "ttl": "1h"})
     assert diff(chain(disk()), other).lines() == [
         "tier disk: reopened, load priority 1; type: disk -> redis"

@@ -105,6 +105,7 @@ def test_anchor_bombs_are_harmless(tmp_path: Path, form: str) -> None:
         (b"#" * (MAX_BYTES + 1), "chain.yaml: found more than 1 MiB"),
         ("version: !!python/object/apply:os.abort []", "chain.yaml:1: found invalid YAML"),
         ("version: !!timestamp x", "chain.yaml:1: found invalid YAML"),
+        (f"version: 1\ntiers: {'x' * 81}\n", "chain.yaml:2: tiers: found a text of 81 characters"),
         ("version: !!bool x", "chain.yaml:1: found invalid YAML (invalid value)"),
         ("? {a: b}\n: c\n", "chain.yaml:1: found invalid YAML (unhashable key)"),
     ],
