@@ -37,7 +37,8 @@ class Runner(NamedTuple):
     @property
     def overwrites_early(self) -> bool:
         """As an engine tells its connector."""
-        return min(self.acts.find("zero"), self.acts.find("move")) in range(self.acts.find("fence"))
+        before = self.acts.partition("fence")[0]
+        return "zero" in before or "move" in before
 
 
 RUNNERS = {
@@ -45,6 +46,7 @@ RUNNERS = {
     "loads first": Runner("fence zero bind load forward save results"),
     "V1 with a drafter, V2 of 0.33 too": Runner("fence zero bind forward load results save"),
     "async": Runner("fence zero bind forward load save results", ahead=1),
+    "several precisions on V2": Runner("zero fence bind forward load save results"),
     "states on V1": Runner("fence zero move bind forward load save results", RECURRENT),
     "states on V2": Runner("zero move fence bind forward load save results", RECURRENT),
     "states on V2, async, with a drafter": Runner(
@@ -103,7 +105,7 @@ class StreamedWorker(LocalWorker):
         orders = [one for one in step.kv_connector_metadata.metadata if one is not None]
         jobs = [job for one in orders for job in one.reqs_to_load]
         taken = [item.target for job in jobs for item in job.items]
-        if STATE in self._model.windows:
+        if STATE in self._model.windows or self.runner.overwrites_early:
             taken += [block for work in step.work for block in self._fresh(work)]
         return taken
 

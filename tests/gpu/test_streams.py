@@ -107,6 +107,11 @@ def test_streams_may_be_late_or_early(
     assert measured(engine, "load_timeouts", "cpu") + measured(engine, "load_timeouts", "store") > 0
 
 
+def test_pages_that_are_zeroed_early_are_gathered_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order of requests blocks change hands while a gather still reads them."""
+    serve(Model(STREAMS, ("compute",)), RUNNERS["several precisions on V2"], monkeypatch, SEEDS[1])
+
+
 # -- beginnings, ends and failures -----------------------------------------------------------
 
 
