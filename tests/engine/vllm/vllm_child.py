@@ -185,7 +185,7 @@ def answered(llm: Any, question: dict[str, Any]) -> Any:
         lora = adapter(*one)
         output = llm.generate([prompt(*one)], [params(*one)], use_tqdm=False, lora_request=lora)
         return shown(output[0])
-    settle(llm)
+    settle(llm, steps_first=True)
     names = question.get("total", ())
     return {"tiers": counters(llm), "total": {name: total(llm, name) for name in names}}
 
@@ -324,15 +324,16 @@ def adapter(tokens: list[int], max_tokens: int, more: Request | None = None) -> 
     return LoRARequest(Path(folder).name, number, folder) if folder else None
 
 
-def settle(llm: Any, warmed: int = 0, opened: str = "") -> None:
+def settle(llm: Any, warmed: int = 0, opened: str = "", steps_first: bool = False) -> None:
     """Let stores end, each at its tier's deadline: counters come with steps, and a busy machine's
-    last stores end after the last request's. One step comes first, since counters may be of before
-    the last stores: of two steps in flight the second begins some behind a request's answer. And
-    wait for this many `warmed` blocks, and until the tier `opened` is open."""
+    last stores end after the last request's. Of two steps in flight the second begins some, behind
+    that request's answer: then, or with `steps_first`, there is one more. And wait for this many
+    `warmed` blocks, and until the tier `opened` is open."""
     from vllm import SamplingParams, TokensPrompt
 
     late = time.monotonic() + (60 if opened else 30)
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
+    steps_first |= llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # where it is in this process
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     is_copying = getattr(connector, "has_pending_push_work", bool)  # vLLM's own connector says so
@@ -343,10 +344,9 @@ def settle(llm: Any, warmed: int = 0, opened: str = "") -> None:
         is_there = loaded >= warmed and (not opened or state(llm, opened) == "open")
         return is_there and not (is_copying() or any(tier.get("storing_jobs") for tier in tiers))
 
-    while True:
+    while time.monotonic() < late and (steps_first or not is_over()):
+        steps_first = False
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
-        if is_over() or time.monotonic() > late:
-            return
 
 
 def asked(job: dict[str, Any], verb: str, parameters: dict[str, Any]) -> Any:
