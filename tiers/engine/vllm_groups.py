@@ -36,10 +36,10 @@ def kv_groups(
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_settings(vllm_config)
+    refuse_mistaken_states(vllm_config, kv_cache_config)
     sharing = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
-    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     groups = [
-        (_group(i, group, sharing, unit), sorted(group.layer_names))
+        (_group(i, group, sharing), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
     if sharing > 1 and any(group.window for group, _ in groups):
@@ -96,6 +96,19 @@ def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
         )
 
 
+def refuse_mistaken_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ValueError where vLLM itself mistakes states: a step that leaves some within its tokens
+    goes on past the end of a block whose state is that of a prefix within it, and vLLM 0.32 and
+    0.33 take it for the state at the end."""
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    for spec in (spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)):
+        if unit and unit < spec.block_size and getattr(spec, "num_prefill_checkpoint_blocks", 0):
+            raise ValueError(
+                f"with prefix_match_unit {unit} vLLM mistakes states of this model, and answers "
+                "wrongly by itself. Leave --prefix-match-unit out."
+            )
+
+
 def overwrites_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Return whether a step overwrites blocks before it calls `handle_preemptions`: Model Runner V2
     moves states of recurrent layers before, and zeroes their pages and those of mixed precision."""
@@ -131,11 +144,15 @@ def _refuse_whole_prompts(vllm_config: VllmConfig) -> None:
         )
 
 
-def _group(index: int, group: Any, sharing: int, unit: int | None) -> KVGroup:
-    """`sharing`: ranks that each keep a part of a block's tokens, in a paged block of their own.
-    `unit`: tokens between the prefixes that vLLM matches; None: a block's."""
+def _specs(group: Any) -> Any:
+    """How each layer of a group keeps its KV, in turn."""
+    return getattr(group.kv_cache_spec, "kv_cache_specs", {0: group.kv_cache_spec}).values()
+
+
+def _group(index: int, group: Any, sharing: int) -> KVGroup:
+    """`sharing`: ranks that each keep a part of a block's tokens, in a paged block of their own."""
     spec = group.kv_cache_spec
-    kinds = [_kind(one, unit) for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    kinds = [*map(_kind, _specs(group))]
     odd = sorted({kind for kind in kinds if isinstance(kind, str)})
     served = {kind for kind in kinds if not isinstance(kind, str)}
     if not getattr(group, "enable_kv_transfer", True):
@@ -152,7 +169,7 @@ def _group(index: int, group: Any, sharing: int, unit: int | None) -> KVGroup:
     return served.pop()._replace(tokens=tokens)
 
 
-def _kind(spec: Any, unit: int | None) -> KVGroup | str:
+def _kind(spec: Any) -> KVGroup | str:
     """Return how a layer's KV is kept, and of a layer that can't be served the name of its kind.
     Raises ValueError for states that can be served, with other settings."""
     name = type(spec).__name__
@@ -172,14 +189,6 @@ def _kind(spec: Any, unit: int | None) -> KVGroup | str:
                 "kvtiers serves recurrent states of mamba_cache_mode align, not "
                 f"{spec.mamba_cache_mode}. Leave --no-enable-prefix-caching and --mamba-cache-mode "
                 "out."
-            )
-        # A step then goes on past the end of a block whose state is that of a prefix within it, and
-        # vLLM 0.32 and 0.33 take it for the state at the end.
-        within = getattr(spec, "num_prefill_checkpoint_blocks", 0)
-        if within and unit and unit < spec.block_size:
-            raise ValueError(
-                f"with prefix_match_unit {unit} vLLM mistakes states of this model, and answers "
-                "wrongly by itself. Leave --prefix-match-unit out."
             )
         return KVGroup(spec.block_size, spec.block_size, is_state=True)
     return name

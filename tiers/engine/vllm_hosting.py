@@ -24,7 +24,7 @@ from tiers.contract.weight_reports import WeightOrders, Weights
 from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.identity.facts import config_facts, layer_facts
 from tiers.engine.model_weights import ModelWeights
-from tiers.engine.vllm_groups import overwrites_early, refuse_model
+from tiers.engine.vllm_groups import overwrites_early, refuse_mistaken_states, refuse_model
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_watch import before_resets, caller
 from tiers.records import NamespaceNote
@@ -203,6 +203,7 @@ def refuse_engine(
 ) -> None:
     """Raise ValueError for an engine whose KV vLLM's OffloadingConnector mistakes for other KV."""
     refuse_model(vllm_config)
+    refuse_mistaken_states(vllm_config, kv_cache_config)
     refuse_unmarked_media(vllm_config, trust_client_ids)
     if vllm_config.lora_config is not None:
         raise ValueError(
@@ -217,8 +218,7 @@ def refuse_engine(
             "with VLLM_USE_V2_MODEL_RUNNER=0, or use KVTiersConnector."
         )
     # Of some models with images, such as Qwen3.5, vLLM reports the second alone.
-    has_states = model.has_inner_state or model.is_hybrid
-    if has_states and extra_config.get("sync_load_budget_bytes"):
+    if (model.has_inner_state or model.is_hybrid) and extra_config.get("sync_load_budget_bytes"):
         raise ValueError(
             f"{model.model} has recurrent layers: with sync_load_budget_bytes vLLM reads their "
             "states before it loads them, and answers wrongly. Leave that key out of "

@@ -132,7 +132,9 @@ class Engine(SimpleNamespace):
     use_v2_model_runner = False
 
 
-PLAIN, ZEROED = (SimpleNamespace(needs_kv_cache_zeroing=zeroes) for zeroes in (False, True))
+PLAIN, ZEROED = (
+    SimpleNamespace(needs_kv_cache_zeroing=zeroes, kv_cache_groups=[]) for zeroes in (False, True)
+)
 """KV cache configurations, of which vLLM zeroes the pages of one before it uses them."""
 
 
@@ -142,6 +144,7 @@ def engine_of(**model: Any) -> Engine:
     facts |= {"has_inner_state": False, "is_hybrid": False}
     return Engine(
         model_config=SimpleNamespace(**(facts | model)),
+        cache_config=SimpleNamespace(prefix_match_unit=None),
         lora_config=None,
         weight_transfer_config=None,
     )

@@ -93,8 +93,9 @@ def test_states_and_attention_come_back_from_every_tier(
 def test_states_that_vllm_itself_mistakes_are_refused(run_states: Callable[..., Run]) -> None:
     """Of two prompts that begin alike the second begins at the end of the first, within a block,
     and leaves that block's state as one of the block's end."""
-    with pytest.raises(EngineFailed, match="Leave --prefix-match-unit out"):
-        run_states([[(LONG[0], 1)]], [CPU], model=GRANITE, prefix_match_unit=16)
+    for served in ({"tiers": [CPU]}, {"kv_transfer_config": hosted(CPU)}):
+        with pytest.raises(EngineFailed, match="Leave --prefix-match-unit out"):
+            run_states([[(LONG[0], 1)]], model=GRANITE, prefix_match_unit=16, **served)
 
 
 TURNS = [
