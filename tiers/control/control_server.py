@@ -105,7 +105,7 @@ def _is_stale(path: Path) -> bool:
     """Whether the engine of a socket is gone: it refuses a connection."""
     with socket.socket(socket.AF_UNIX) as probe, short_path(path) as short:
         probe.settimeout(0.2)
-        # Any other error says that the socket's queue is full, or that the socket is another user's.
+        # Any other error says that the socket's queue is full, or the socket another user's.
         return probe.connect_ex(short) == errno.ECONNREFUSED
 
 

@@ -97,9 +97,9 @@ def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
 
 
 def refuse_mistaken_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ValueError where vLLM itself mistakes states. A step of Mamba 2 may begin within a block
-    and go on past the block's end: vLLM 0.32 and 0.33 then keep the state that the step began with
-    as the state at that end."""
+    """Raise ValueError where vLLM itself mistakes states. A step of Mamba 2 may begin within a
+    block and go on past the block's end: vLLM 0.32 and 0.33 then keep the state that the step began
+    with as the state at that end."""
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     for spec in (spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)):
         if unit and unit < spec.block_size and getattr(spec, "num_prefill_checkpoint_blocks", 0):
