@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _POLL_S = 0.02
 
@@ -27,6 +29,16 @@ def acquire(handle: int, seconds: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+@contextmanager
+def opened(path: Path | str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
+    """Open a file, and `release` it behind the body. Raises OSError."""
+    handle = os.open(path, flags, 0o600, dir_fd=dir_fd)
+    try:
+        yield handle
+    finally:
+        release(handle)
 
 
 def release(handle: int) -> None:

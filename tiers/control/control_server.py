@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from spec.errors import did_you_mean, one_of
 from tiers.concurrency.executors import widen_affinity
-from tiers.concurrency.file_locks import release, try_lock
+from tiers.concurrency.file_locks import opened, try_lock
 from tiers.errors import KVTiersError
 from tiers.paths import foreign
 
@@ -94,11 +94,8 @@ def prepare_folder(folder: Path) -> None:
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
     """Give a path of the same socket that is short enough: one has 107 bytes at most."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(path.parent, os.O_PATH | os.O_DIRECTORY) as folder:
         yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
 
 
 def _is_stale(path: Path) -> bool:
@@ -112,14 +109,11 @@ def _is_stale(path: Path) -> bool:
 def _remove_stale(folder: Path) -> None:
     """Remove the sockets of engines that are gone; one process at a time. Of two, one could remove
     what the other has, and a new engine of another container take that name meanwhile."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as handle:
         for path in folder.glob(f"*{SUFFIX}") if try_lock(handle) else ():
             with suppress(OSError):
                 if _is_stale(path):
                     path.unlink()
-    finally:
-        release(handle)
 
 
 def listen(folder: Path, name: str) -> tuple[socket.socket, Path]:

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 
 from spec.fields import format_size
 from tiers.block import HEADER_BYTES, Checksum, address_of, after, copy, digest
+from tiers.concurrency.file_locks import opened
 from tiers.errors import RecordError, TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.host.spare_memory import spare_memory
@@ -83,11 +84,8 @@ def slot_bytes(payload_bytes: int) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Sync the names in a folder to the device. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def punch(handle: int, offset: int, length: int) -> None:
@@ -316,27 +314,15 @@ def supports_direct(probe: Path) -> bool:
     """Say whether the file system of `probe` has direct I/O, and of space too, which the C library
     writes where nothing can allocate it (ext2, ext3); empties the file. Raises OSError."""
     try:
-        handle = os.open(probe, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno not in _NO_DIRECT:
-            raise
-        return False
-    try:
-        return _writes(handle)
-    finally:
-        os.close(handle)
-
-
-def _writes(handle: int) -> bool:
-    try:
-        os.posix_fallocate(handle, 0, PAGE)
-        os.pwrite(handle, mmap.mmap(-1, PAGE), 0)
+        with opened(probe, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW) as handle:
+            try:
+                os.posix_fallocate(handle, 0, PAGE)
+                os.pwrite(handle, mmap.mmap(-1, PAGE), 0)
+            finally:
+                os.ftruncate(handle, 0)
     except OSError as error:
         # A full disk refused the space, not the direct write.
         if error.errno not in NO_SPACE | _NO_DIRECT:
             raise
         return error.errno in NO_SPACE
-    else:
-        return True
-    finally:
-        os.ftruncate(handle, 0)
+    return True

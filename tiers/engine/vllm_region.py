@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from tiers.concurrency.file_locks import release, try_lock
+from tiers.concurrency.file_locks import opened, try_lock
 
 FOLDER = Path("/dev/shm")
 ENGINE = "kvtiers_"
@@ -49,10 +49,7 @@ def _shared(lock: Path) -> int:
 
 
 def _remove_if_left(lock: Path) -> None:
-    handle = os.open(lock, os.O_RDWR)
-    try:
+    with opened(lock, os.O_RDWR) as handle:
         if try_lock(handle):
             lock.with_suffix(".mmap").unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
-    finally:
-        release(handle)

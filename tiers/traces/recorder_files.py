@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.concurrency.file_locks import acquire, release, try_lock
+from tiers.concurrency.file_locks import acquire, opened, release, try_lock
 from tiers.errors import RecordingError
 from tiers.paths import foreign
 
@@ -166,17 +166,13 @@ class RecordFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        flags = os.O_RDWR | os.O_CREAT | _OLD
-        lock = os.open(_LOCK, flags, 0o600, dir_fd=self._folder)
-        try:
+        with opened(_LOCK, os.O_RDWR | os.O_CREAT | _OLD, self._folder) as lock:
             if not acquire(lock, LOCK_SECONDS):
                 raise RecordingError(
                     f"{self.path}: another process holds {_LOCK} "
                     f"(fuser {self.path / _LOCK} names it)"
                 )
             yield
-        finally:
-            release(lock)
 
     def _key(self) -> bytes:
         """The key, made by whoever comes first. Only under the lock."""
@@ -193,8 +189,7 @@ class RecordFolder:
         return self._read_key()
 
     def _read_key(self) -> bytes:
-        file = os.open(_KEY, os.O_RDONLY | _OLD, dir_fd=self._folder)
-        try:
+        with opened(_KEY, os.O_RDONLY | _OLD, self._folder) as file:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise RecordingError(f"{self.path / _KEY} is no file of this user's; move it away")
@@ -204,8 +199,6 @@ class RecordFolder:
                     "it; chmod it to 0600, or remove it, and ids change"
                 )
             text = os.read(file, 4 * KEY_BYTES)
-        finally:
-            os.close(file)
         try:
             key = bytes.fromhex(text.decode())
         except ValueError:
@@ -254,8 +247,5 @@ class RecordFolder:
         return sorted(ended), taken
 
     def _is_being_written(self, name: str) -> bool:
-        file = os.open(name, os.O_RDWR | _OLD, dir_fd=self._folder)
-        try:
+        with opened(name, os.O_RDWR | _OLD, self._folder) as file:
             return not try_lock(file)
-        finally:
-            release(file)

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiers.concurrency.file_locks import acquire, release
+from tiers.concurrency.file_locks import acquire, opened, release
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.paths import foreign, mount_of
@@ -82,19 +82,14 @@ def write_in_place(path: Path) -> bool:
     """Mark a folder, so that files that are made in it are written in place where their file system
     would copy them; whether this folder or file is marked. False also where nothing can be."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as handle:
+            flags = struct.unpack("L", fcntl.ioctl(handle, _GET_FLAGS, bytes(8)))[0]
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                flags = flags & ~_COMPRESSED | _NOCOW
+                fcntl.ioctl(handle, _SET_FLAGS, struct.pack("L", flags))
+            return bool(flags & _NOCOW)
     except OSError:
         return False
-    try:
-        flags = struct.unpack("L", fcntl.ioctl(handle, _GET_FLAGS, bytes(8)))[0]
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            flags = flags & ~_COMPRESSED | _NOCOW
-            fcntl.ioctl(handle, _SET_FLAGS, struct.pack("L", flags))
-        return bool(flags & _NOCOW)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
 
 
 LOCK_SECONDS = 1.0

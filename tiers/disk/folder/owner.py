@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.concurrency.file_locks import release, try_lock
+from tiers.concurrency.file_locks import opened, release, try_lock
 from tiers.disk.slab import sync_folder
 
 OWNER_ID_BYTES = 16
@@ -128,13 +128,10 @@ def _of_twin(file: Path) -> str:
 def _look(file: Path) -> tuple[bool, bytes]:
     """Whether an owner's file is locked, and its text."""
     try:
-        handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with opened(file, os.O_RDWR | os.O_NOFOLLOW) as handle:
+            return not try_lock(handle), os.read(handle, 32)
     except FileNotFoundError:  # a clean close removes its file without the folder's lock
         return False, b""
-    try:
-        return not try_lock(handle), os.read(handle, 32)
-    finally:
-        release(handle)
 
 
 class Owner:

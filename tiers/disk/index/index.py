@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from tiers.block import FORMAT_VERSION
+from tiers.concurrency.file_locks import opened
 from tiers.disk.index.edit import (
     INDEX_KEY_BYTES,
     ROW,
@@ -131,12 +132,8 @@ def _allocate_readers(path: Path) -> None:
     """Allocate disk space for LMDB's lock file, which LMDB makes as a hole and writes as memory: on
     a full disk one more reader would kill the process by SIGBUS. Only while this process has no
     LMDB open on the file: closing any handle of it frees the locks LMDB has on it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    handle = os.open(f"{path}-lock", flags, 0o600)
-    try:
+    with opened(f"{path}-lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as handle:
         os.posix_fallocate(handle, 0, _LOCK_BYTES)
-    finally:
-        os.close(handle)
 
 
 def _changes(log: Any, last: int, after: int, limit: int | None) -> list[array[int]] | None:

@@ -14,14 +14,14 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from tiers.concurrency.file_locks import acquire, release
+from tiers.concurrency.file_locks import acquire, opened
 from tiers.errors import KVTiersError
 from tiers.paths import foreign
 
@@ -89,27 +89,17 @@ class Digests:
     def _entry(self, stamp: Stamp) -> Iterator[Path | None]:
         """Yield the path of a file's entry, locked against other processes; None without one."""
         path = self._folder and self._folder / f"{stamp.device:x}-{stamp.inode:x}"
-        lock = None if path is None else _locked(path.with_suffix(".lock"))
-        try:
-            yield None if lock is None else path
-        finally:
-            if lock is not None:
-                release(lock)
-
-
-def _locked(path: Path) -> int | None:
-    """Lock the file at `path`, waiting for it; None where it can't be locked."""
-    lock = None
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        if not acquire(lock, LOCK_SECONDS):
-            raise TimeoutError(f"{path} has been locked for {LOCK_SECONDS:g} s")
-    except OSError as error:
-        if lock is not None:
-            os.close(lock)
-        logger.info("digests of weights are not kept: %s", error)
-        return None
-    return lock
+        with ExitStack() as locked:
+            if path is not None:
+                file = path.with_suffix(".lock")
+                try:
+                    how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                    if not acquire(locked.enter_context(opened(file, how)), LOCK_SECONDS):
+                        raise TimeoutError(f"{file} has been locked for {LOCK_SECONDS:g} s")
+                except OSError as error:
+                    logger.info("digests of weights are not kept: %s", error)
+                    path = None
+            yield path
 
 
 def read_digest(file: FileIO) -> str:
