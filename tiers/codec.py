@@ -102,14 +102,15 @@ def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
             raise RecordError(f"{len(stored)} bytes for a payload of {len(payload)}")
         copy(payload, stored)
     elif codec == CODECS["zstd"]:
-        copy(payload, _decompress(stored, len(payload)))
+        copy(payload, decompress(stored, len(payload)))
     elif codec == CODECS["byteplanes"]:
         _join(stored, payload)
     else:
         raise OtherFormat(f"unknown codec {codec}")
 
 
-def _compress(payload: Buffer) -> bytes:
+def compress(payload: Buffer) -> bytes:
+    """As zstd does."""
     return zstandard.ZstdCompressor(level=LEVEL).compress(payload)
 
 
@@ -121,7 +122,7 @@ def _split(payload: memoryview) -> bytes:
         upper.copy_(elements >> 8)
         lower.copy_(elements)
     both = memoryview(planes)
-    return b"".join((_compress(both[:pairs]), both[pairs:], payload[2 * pairs :]))
+    return b"".join((compress(both[:pairs]), both[pairs:], payload[2 * pairs :]))
 
 
 def _join(stored: Buffer, payload: memoryview) -> None:
@@ -131,7 +132,7 @@ def _join(stored: Buffer, payload: memoryview) -> None:
     if len(data) <= rest or not pairs:
         raise RecordError(f"{len(data)} stored bytes for a payload of {len(payload)} in planes")
     lower_plane = data[len(data) - rest :]
-    upper_plane = _decompress(data[: len(data) - rest], pairs)
+    upper_plane = decompress(data[: len(data) - rest], pairs)
     planes = bytearray(2 * pairs)
     copy(memoryview(planes)[:pairs], upper_plane)
     copy(memoryview(planes)[pairs:], lower_plane[:pairs])
@@ -159,7 +160,8 @@ def _pieces(
         yield elements[piece], upper[piece], lower[piece]
 
 
-def _decompress(stored: Buffer, length: int) -> bytes:
+def decompress(stored: Buffer, length: int) -> bytes:
+    """What `compress` made `stored` of. Raises RecordError if it is not of that length."""
     # A record is not trusted to say how much memory it needs: the caller's length bounds it.
     try:
         if zstandard.frame_content_size(stored) != length:
@@ -169,4 +171,4 @@ def _decompress(stored: Buffer, length: int) -> bytes:
         raise RecordError(f"compressed payload does not decode: {error}") from error
 
 
-_ENCODERS: dict[str, Callable[[memoryview], Buffer]] = {"zstd": _compress, "byteplanes": _split}
+_ENCODERS: dict[str, Callable[[memoryview], Buffer]] = {"zstd": compress, "byteplanes": _split}

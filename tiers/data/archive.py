@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import xxhash
-import zstandard
 from pydantic import BaseModel, Field, ValidationError
 
 from tiers.block import (
@@ -32,6 +31,7 @@ from tiers.block import (
     parse_header,
     verify,
 )
+from tiers.codec import compress, decompress
 from tiers.concurrency.file_locks import release, try_lock
 from tiers.errors import KVTiersError, RecordError
 from tiers.records import MAX_NOTE_BYTES
@@ -50,7 +50,6 @@ _CHECKSUM = struct.Struct("<Q")
 _FRAME = struct.Struct("<4sIQQ")
 _RECORD, _END = b"KVR\n", b"KVE\n"
 _PLAIN, _ZSTD = 0, 1
-_LEVEL = 1
 
 
 class ArchiveError(KVTiersError):
@@ -154,12 +153,7 @@ class ArchiveReader:
         """A frame's stored bytes. Raises RecordError if they are not those of its header."""
         data = self._read(frame.size, frame.offset)
         if frame.is_packed:
-            try:
-                if zstandard.frame_content_size(data) != frame.header.stored_bytes:
-                    raise RecordError("packed bytes of another length")
-                data = zstandard.ZstdDecompressor().decompress(data)
-            except (zstandard.ZstdError, ValueError) as error:
-                raise RecordError(f"packed bytes that do not unpack: {error}") from error
+            data = decompress(data, frame.header.stored_bytes)
         verify(frame.header, data)
         if not frame.header.codec and len(data) != frame.header.payload_bytes:
             raise RecordError("plain bytes of another length than the block's")
@@ -194,7 +188,7 @@ class PackedRecord(NamedTuple):
 
 def pack(header: Header, stored: memoryview) -> PackedRecord:
     """Pack a record, if that makes it smaller. Any thread may; costs a core 1 to 2 s a GB."""
-    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(stored)
+    packed = compress(stored)
     is_packed = len(packed) < len(stored)
     return PackedRecord(header, is_packed, packed if is_packed else bytes(stored))
 
