@@ -218,7 +218,7 @@ class StreamedEngine(ReplayEngine):
         step, output = self._executing.popleft()
         samples = {work.request_id for work in step.work if work.samples}
         sampled = {name: total % VOCABULARY for name, total in output.sums.items()}
-        whole = self._aggregator.aggregate([output])
+        whole = self.aggregate([output])
         self.scheduler.end_step(step, {n: t for n, t in sampled.items() if n in samples})
         self.scheduler.end_transfers(whole)
 

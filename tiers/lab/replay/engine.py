@@ -111,7 +111,7 @@ class ReplayEngine:
         pool = BlockPool(info.num_blocks, info.caches_prefixes, first=int(has_null_block))
         self.num_blocks = pool.num_free
         self.scheduler = self._open_scheduler(pool, info)
-        self._aggregator = _Aggregator(info.world_size)
+        self._reported: Counter[str] = Counter()
         self._in_flight: deque[Computed] = deque()
         self._ids = itertools.count()
 
@@ -186,7 +186,24 @@ class ReplayEngine:
             for work in step.work
             if work.samples
         }
-        return step, self._aggregator.aggregate(outputs), sampled
+        return step, self.aggregate(outputs), sampled
+
+    def aggregate(self, outputs: list[StepOutput]) -> StepOutput:
+        """Merge the outputs of ranks, as an executor does: a load ends once all have reported
+        it."""
+        whole = StepOutput()
+        for output in outputs:
+            whole.invalid_block_ids |= output.invalid_block_ids
+            whole.failed_recving |= output.failed_recving
+            self._reported.update(output.finished_recving)
+            ours, theirs = whole.kv_connector_worker_meta, output.kv_connector_worker_meta
+            both = ours is not None and theirs is not None
+            whole.kv_connector_worker_meta = ours.aggregate(theirs) if both else ours or theirs
+        ranks = len(self.workers)
+        whole.finished_recving = {name for name, done in self._reported.items() if done == ranks}
+        for name in whole.finished_recving:
+            del self._reported[name]
+        return whole
 
     def take_stats(self) -> Mapping[str, Measures]:
         """The chain's measures since the last call, which `stats` sums."""
@@ -264,27 +281,3 @@ def _open_worker(
     if weights:
         info = replace(info, weights=weights[rank])
     return MultiWorker(*worker_parts(chain, info, copier, root))
-
-
-class _Aggregator:
-    """Merges the outputs of ranks, as an executor does: a load ends once all have reported it."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._reported: Counter[str] = Counter()
-
-    def aggregate(self, outputs: list[StepOutput]) -> StepOutput:
-        whole = StepOutput()
-        for output in outputs:
-            whole.invalid_block_ids |= output.invalid_block_ids
-            whole.failed_recving |= output.failed_recving
-            self._reported.update(output.finished_recving)
-            ours, theirs = whole.kv_connector_worker_meta, output.kv_connector_worker_meta
-            both = ours is not None and theirs is not None
-            whole.kv_connector_worker_meta = ours.aggregate(theirs) if both else ours or theirs
-        whole.finished_recving = {
-            name for name, ranks in self._reported.items() if ranks == self._world_size
-        }
-        for name in whole.finished_recving:
-            del self._reported[name]
-        return whole
