@@ -401,7 +401,7 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "resigning says nothing",
-        "            self._write(held, _NOBODY)\n",
+        "            self._terms.write(held, self._note(_NOBODY))\n",
         "            pass\n",
     ),
     LEFT.but(

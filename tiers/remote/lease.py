@@ -85,7 +85,8 @@ class Lease:
         if held or self._is_free(self._seen[0]):
             newest = self._terms.newest()
             if newest == held > 0 and self._is_ours(held):
-                self._write(held, self._owner)
+                if self._terms.write(held, self._note(self._owner)):
+                    self._term = held
             elif self._is_free(newest) and self._terms.take(newest, self._note(self._owner)):
                 self._term = newest + 1
         return self.is_held
@@ -94,8 +95,7 @@ class Lease:
         """Let others take it at once, if it is held. Raises TierError, OSError."""
         held, self._term = self._term, 0
         if held and self._terms.newest() == held and self._is_ours(held):
-            self._write(held, _NOBODY)
-            self._term = 0
+            self._terms.write(held, self._note(_NOBODY))
 
     def last_count(self) -> Count:
         """What the holder has counted, for a process without upkeep. Raises TierError, OSError."""
@@ -119,11 +119,6 @@ class Lease:
         # Its own: a beat that failed was the last.
         is_left = not note or (found is not None and found[1] in (_NOBODY, self._owner))
         return is_left or self._clock() - self._since >= self._watch
-
-    def _write(self, term: int, owner: bytes) -> None:
-        """Write who holds it; it is then held, unless it is gone."""
-        if self._terms.write(term, self._note(owner)):
-            self._term = term
 
     def _note(self, owner: bytes) -> bytes:
         self._beats += 1
