@@ -63,10 +63,7 @@ class LruSpace:
             if not held[run]:
                 order[run] = None
             held[run] |= new
-        move = order.move_to_end
-        for run in path[::-1]:
-            if held[run]:
-                move(run)
+        self.touch(path)
         self.used = used = self.used + blocks
         if used > self.capacity:
             self.shrink()
@@ -115,11 +112,6 @@ class TimedSpace(LruSpace):
         super().touch(path)
         for run in path:
             self._since[run] = self._now
-
-    def store(self, job: Job) -> None:
-        for run in job[2]:
-            self._since[run] = self._now
-        super().store(job)
 
     def pass_time(self, now: float) -> None:
         self._now = now
