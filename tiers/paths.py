@@ -36,7 +36,7 @@ def mount_of(path: Path) -> Mount:
     there = next(place for place in (path, *path.parents) if os.path.lexists(place))
     with suppress(OSError):
         # The dot makes the kernel mount an automount.
-        handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH | os.O_CLOEXEC)
+        handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH)
         try:
             found = _MOUNT_OF_HANDLE.search(Path(f"/proc/self/fdinfo/{handle}").read_text())
         finally:

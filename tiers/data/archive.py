@@ -204,8 +204,7 @@ class ArchiveWriter:
         self._part = path.with_name(f"{path.name}.part")
         self.held: set[bytes] = set()
         """Digests of the keys that were in it when it was opened."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._handle = os.open(self._part, flags, 0o600)
+        self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._count, self._headers, self._end = 0, xxhash.xxh3_64(), 0
         try:
             if not try_lock(self._handle):

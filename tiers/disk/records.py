@@ -179,7 +179,7 @@ class DiskRecords:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise TierUnusable(f"{self._folder.namespaces} is not a folder of this user")
         draft = place.with_name(f"{place.name}.{os.getpid()}.draft")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
             file.write(text)
         draft.rename(place)

@@ -116,7 +116,7 @@ class Slab:
     """
 
     def __init__(self, path: Path, size: int, direct: bool = False) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         self._handle = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         self._size = size
         self._direct = direct
@@ -246,7 +246,7 @@ class Slabs:
 
     def __init__(self, folder: Path, direct: bool = False) -> None:
         # By its handle: slabs of a folder that came to lie at its path are other processes'.
-        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self._folder = Path(f"/proc/self/fd/{self._handle}")
         self.is_direct = direct
         self._open: dict[int, Slab] = {}

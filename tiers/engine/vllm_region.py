@@ -27,8 +27,10 @@ class NamedRegion:
         self._file = FOLDER / f"vllm_offload_{engine_id}.mmap"
         self._lock = self._file.with_suffix(".lock")
         for lock in FOLDER.glob(f"vllm_offload_{ENGINE}*.lock"):
-            with suppress(OSError):  # another process sweeps, or it is another user's
-                _remove_if_left(lock)
+            with suppress(OSError), opened(lock, os.O_RDWR) as handle:  # else another user's
+                if try_lock(handle):
+                    lock.with_suffix(".mmap").unlink(missing_ok=True)
+                    lock.unlink(missing_ok=True)
         self._handle = _shared(self._lock)
 
     def remove(self) -> None:
@@ -46,10 +48,3 @@ def _shared(lock: Path) -> int:
             if os.path.samestat(os.stat(lock), os.fstat(handle)):
                 return handle
         os.close(handle)  # who sweeps has removed it meanwhile
-
-
-def _remove_if_left(lock: Path) -> None:
-    with opened(lock, os.O_RDWR) as handle:
-        if try_lock(handle):
-            lock.with_suffix(".mmap").unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)

@@ -142,7 +142,7 @@ class DirectoryBucket:
 
     def _read(self, path: str, start: int, into: Sequence[memoryview]) -> int:
         """Fill these views with the bytes from `start` on; how many there were. Raises OSError."""
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             done, left = 0, list(into)
             while left and (count := os.preadv(handle, first(left, PIECE_BYTES), start + done)):

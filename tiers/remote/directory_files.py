@@ -23,8 +23,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 def create(path: str) -> int:
     """Make a file that is not there yet. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(path, flags, 0o600)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def fill(handle: int, parts: Sequence[Buffer], mode: int) -> None:

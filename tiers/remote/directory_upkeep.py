@@ -102,7 +102,7 @@ class DirectoryTerms:
 
     def _open(self, term: int, access: int) -> int | None:
         with unless_gone():
-            return os.open(self._file(term), access | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return os.open(self._file(term), access | os.O_NOFOLLOW)
         return None
 
     def _file(self, term: int) -> str:

@@ -21,8 +21,8 @@ _KEY = "kvtiers-trace.key"
 _DRAFT = "kvtiers-trace.key.draft"
 _LOCK = "kvtiers-trace.lock"
 _FILE = re.compile(r"kvtiers-trace-([0-9]{13})-[A-Za-z0-9._-]{1,100}\.jsonl\.zst")
-_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_OLD = os.O_NOFOLLOW | os.O_NONBLOCK
 WRITERS = 16
 """A file is at most this part of `max`, so that deleting the oldest loses little."""
 LOCK_SECONDS = 1.0
@@ -75,9 +75,8 @@ class RecordFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._folder = os.open(self.path, flags)
+            self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             raise RecordingError(
                 f"{self.path} is no folder, or a symbolic link ({error.strerror}); name a folder"
@@ -181,10 +180,9 @@ class RecordFolder:
         with suppress(FileNotFoundError):  # of a writer that died here
             os.unlink(_DRAFT, dir_fd=self._folder)
         key = secrets.token_bytes(KEY_BYTES)
-        draft = os.open(_DRAFT, _NEW | os.O_WRONLY, 0o600, dir_fd=self._folder)
-        with os.fdopen(draft, "wb", buffering=0) as file:
-            file.write(key.hex().encode() + b"\n")
-            os.fsync(file)
+        with opened(_DRAFT, _NEW | os.O_WRONLY, self._folder) as draft:
+            os.write(draft, key.hex().encode() + b"\n")
+            os.fsync(draft)
         os.rename(_DRAFT, _KEY, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         return self._read_key()
 
@@ -240,12 +238,9 @@ class RecordFolder:
                 found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     continue
-                if self._is_being_written(name):
-                    taken += max(found.st_size, self._file_bytes)
-                else:
-                    ended.append(_Found(int(match[1]), name, found.st_size))
+                with opened(name, os.O_RDWR | _OLD, self._folder) as file:
+                    if try_lock(file):
+                        ended.append(_Found(int(match[1]), name, found.st_size))
+                    else:  # it is being written
+                        taken += max(found.st_size, self._file_bytes)
         return sorted(ended), taken
-
-    def _is_being_written(self, name: str) -> bool:
-        with opened(name, os.O_RDWR | _OLD, self._folder) as file:
-            return not try_lock(file)

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiers.concurrency.file_locks import acquire, release
+from tiers.concurrency.file_locks import acquire, opened, release
 from tiers.disk.folder.folder import ONE_HOST, Folder
 from tiers.disk.folder.owner import Owner, scan_owners
 from tiers.disk.slab import sync_folder
 from tiers.errors import TierNotOpen
+from tiers.paths import found_at
 
 CHECK_WAIT_S = 1.0
 """Seconds that opening waits for another process that checks the index, 2 GB of it; one that is
@@ -55,11 +56,8 @@ def state(folder: Folder) -> State:
         found = folder.digest.read_bytes()
     except FileNotFoundError:
         found = None
-    try:
-        stat = folder.index.stat()
-    except FileNotFoundError:
-        return State(found, None)
-    return State(found, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    stat = found_at(folder.index)
+    return State(found, stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
 @contextmanager
@@ -68,7 +66,7 @@ def compared(folder: Folder) -> Iterator[Compared]:
     and others wait until its body, which may remove the digest, has ended. Raises TierNotOpen if
     the wait is too long, and OSError."""
     try:
-        handle = os.open(folder.digest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = os.open(folder.digest, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         yield Compared(state(folder), None)
         return
@@ -134,8 +132,7 @@ def record(folder: Folder, content: bytes) -> None:
     """Write `content` as the folder's digest. Raises OSError."""
     # It gets its name only when it is whole: a digest cut by a power cut would condemn the index.
     draft = folder.digest.with_suffix(".draft")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(handle, "wb", buffering=0) as file:
-        file.write(content)
+    with opened(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as file:
+        os.write(file, content)
         os.fsync(file)
     draft.rename(folder.digest)

@@ -195,7 +195,7 @@ class Folder:
         grows with the tier. Raises TierNotOpen if the lock can't be had in time, TierUnusable if
         the file system can't punch holes."""
         try:
-            lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise self._unwritable(error) from error
         try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -181,13 +180,10 @@ class _OpenFolders:
 
     def __init__(self) -> None:
         self._folders: dict[str, OpenFolder] = {}
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        # Without it two threads could each make a lock for one folder.
-        self._locks_lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
 
     def _lock(self, name: str) -> threading.Lock:
-        with self._locks_lock:
-            return self._locks[name]
+        return self._locks.setdefault(name, threading.Lock())  # in one step, whoever comes first
 
     def acquire(self, path: Path, capacity: int | None, access: Access) -> OpenFolder:
         """Open the folder at `path`, or share the one that is open, as one more holder. `capacity`
@@ -238,8 +234,7 @@ class _OpenFolders:
 
     def after_fork(self) -> None:
         """Replace the locks in a forked child: threads that hold them do not exist there."""
-        self._locks = defaultdict(threading.Lock)
-        self._locks_lock = threading.Lock()
+        self._locks = {}
 
 
 open_folders = _OpenFolders()

@@ -143,8 +143,7 @@ class Owner:
         us = this_host()
         name = f"{us.boot}.{self.id.hex()}.{us.machine}.{os.getpid()}.{us.name}"
         self.file = owners / (f"{name}.synced" if synced else name)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._handle = os.open(self.file, flags, 0o600)
+        self._handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try_lock(self._handle)
             with suppress(OSError):  # on a full disk a copy goes unseen

@@ -182,9 +182,8 @@ class Index:
             max_dbs=len(_TABLES),
             max_readers=_MAX_READERS,
         )
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with ExitStack() as undo:
-            self._file = os.open(path, flags, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             undo.callback(os.close, self._file)
             self._env = self._open()
             undo.callback(self._env.close)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiers.concurrency.file_locks import release, try_lock
+from tiers.concurrency.file_locks import opened, release, try_lock
 from tiers.contract.protocols import Origin
 
 SEGMENT_BYTES = 1 << 20
@@ -116,9 +116,8 @@ class Journal:
         few blocks every few seconds, and keeps them for days."""
         if before is None or before.stat().st_size + file.stat().st_size > SEGMENT_BYTES:
             return file
-        onto = os.open(before, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(onto, "ab") as end:
-            end.write(file.read_bytes())
+        with opened(before, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW) as end:
+            _write(end, file.read_bytes())
         file.unlink()
         return before
 
@@ -129,8 +128,8 @@ class Journal:
 
 def read(file: Path) -> list[Run]:
     """The runs of a file, as far as it is whole."""
-    with file.open("rb") as opened:
-        return list(unpack(opened.read(SEGMENT_BYTES + MAX_RUN_BYTES)))
+    with file.open("rb") as runs:
+        return list(unpack(runs.read(SEGMENT_BYTES + MAX_RUN_BYTES)))
 
 
 def _dead(namespace: Path, mine: Path | None = None) -> Iterator[Path]:
@@ -159,8 +158,7 @@ def _segments(folder: Path) -> list[Path]:
 
 
 def _create(file: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(file, flags, 0o600)
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
 
 
 def _write(file: int, data: bytes) -> None:
@@ -183,7 +181,7 @@ def _lock(folder: Path, flags: int = 0) -> int | None:
     to open the lock with; without O_CREAT a folder that has none yet is left to its engine."""
     path = folder / "lock"
     try:
-        file = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = os.open(path, flags | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return None
     is_locked = False
