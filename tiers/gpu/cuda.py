@@ -54,7 +54,7 @@ class _Gathered(NamedTuple):
     """A gather that is queued: when its blocks were read, and when all is in its rows."""
 
     packed: torch.cuda.Event
-    end: torch.cuda.Event
+    end: _Place
 
 
 class _Queued:
@@ -64,12 +64,9 @@ class _Queued:
         self._queued = queued
         self._ring = ring
         self._device = device
-        self._has_ended = False
 
     def wait(self) -> None:
-        if not self._has_ended:
-            wait_for([self._queued.result().end], self._device)
-            self._has_ended = True
+        self._queued.result().end.wait()
 
     def hold_engine(self) -> None:
         self._ring.is_paced = False
@@ -81,7 +78,7 @@ class _Queued:
 class _Place:
     """A place in a stream. In the engine's it is the fence of a load, whose thread sleeps until the
     device has come there, and queues its copies then: on the streams that all loads share they
-    would keep the others waiting. Behind a scatter that is queued it is the end of that.
+    would keep the others waiting. Behind a gather or scatter that is queued it is the end of that.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -162,7 +159,7 @@ class CudaCopier:
                 # What was queued must not arrive when the slots are another's.
                 wait_for(ring.marks(), self._device)
                 raise
-            return _Gathered(mark(ring.filling), mark(ring.emptying))
+            return _Gathered(mark(ring.filling), _Place(mark(ring.emptying), self._device))
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
