@@ -43,11 +43,9 @@ class Seen(NamedTuple):
     unchanged: bool
 
     def fold(self, other: Seen | None) -> Seen:
-        return (
-            self
-            if other is None
-            else Seen(self.ranks + other.ranks, self.unchanged and other.unchanged)
-        )
+        if other is None:
+            return self
+        return Seen(self.ranks + other.ranks, self.unchanged and other.unchanged)
 
 
 class WeightReport(NamedTuple):

@@ -305,11 +305,7 @@ class HostSlots:
             return None
         slots = [item.slot for item in fresh]
         blocks = [item.source for item in fresh if item.source is not None]
-        if self._prefault is not None:
-            # The scheduler hands slots out from the first on, so the last is how far it has come.
-            self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
-        for item in fresh:
-            self._holds.pop(item.slot, None)
+        self.empty(slots)
         copy = self.copier.gather(blocks, self.memory.rows, slots)
         for item in fresh:
             self._gathers[item.slot] = copy
@@ -318,8 +314,9 @@ class HostSlots:
         return copy
 
     def empty(self, slots: Sequence[int]) -> None:
-        """Let these slots hold nothing: something else than a gather fills them."""
+        """Let these slots hold nothing: they are about to be filled."""
         if self._prefault is not None:
+            # The scheduler hands slots out from the first on, so the last is how far it has come.
             self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
         for slot in slots:
             self._holds.pop(slot, None)
