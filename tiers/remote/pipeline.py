@@ -108,7 +108,10 @@ def store(
     began = time.monotonic()
     sender = _Sender(stream)
     for position, name in enumerate(names):
-        sender.add(_set_parts(name, record(position), expiry))
+        value = record(position)
+        length = len(value.header) + len(value.stored)
+        begin, middle, end = _around(len(name), length, expiry)
+        sender.add([b"".join((begin, name, middle, value.header)), value.stored, end])
         if sender.unsent >= SEND_BYTES:
             sender.flush(window.num_bytes)
             if sender.is_refused:
@@ -163,12 +166,6 @@ class _Sender:
             self.is_refused |= error.code == "OOM"
             return False
         return True
-
-
-def _set_parts(name: bytes, value: Record, expiry: tuple[bytes, ...]) -> list[Buffer]:
-    length = len(value.header) + len(value.stored)
-    begin, middle, end = _around(len(name), length, expiry)
-    return [b"".join((begin, name, middle, value.header)), value.stored, end]
 
 
 @lru_cache(maxsize=64)
