@@ -40,7 +40,7 @@ def progress(count, size):
     if not begun:
         begun.append(print("reads", flush=True))
 while True:
-    verify_tier(records, float(sys.argv[2]) or None, progress=progress)
+    verify_tier(records, float(sys.argv[2]) or None, progress)
 """
 
 
@@ -182,7 +182,7 @@ def _verify(tier: _Tier, flipped: set[bytes]) -> Measure:
         with closing(DiskRecords(tier.path)) as records:
             records.others()  # which opens the folder
             began = time.perf_counter()
-            report = verify_tier(records)
+            report = verify_tier(records, None, lambda *_: None)
             seconds = time.perf_counter() - began
         _require({bytes.fromhex(name) for name, _ in report.found} == flipped)
         return report.bytes / seconds / 1e9
@@ -209,7 +209,7 @@ def _scrub(tier: _Tier, flipped: set[bytes]) -> Measure:
     def run() -> float:
         before = tier.held()
         with closing(DiskRecords(tier.path)) as records:
-            report = verify_tier(records, drops=True)
+            report = verify_tier(records, None, lambda *_: None, drops=True)
         _require(before - tier.held() == flipped)
         return report.dropped
 

@@ -277,7 +277,7 @@ def _verify(file: Path, tier: str | None, rate: str | None, as_json: bool, drops
     def verified(spec: StoreSpec, records: StoredRecords) -> _Result:
         limit, began = _limit(wanted, records), time.monotonic()
         with _bar(f"{spec.tier_name} is read") as progress:
-            report = verify_tier(records, limit, drops=drops, progress=progress)
+            report = verify_tier(records, limit, progress, drops=drops)
         seconds = time.monotonic() - began
         lines = _verification_lines(spec.tier_name, report, seconds)
         shown = {**vars(report), "seconds": round(seconds, 3)}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tiers.data.inspection import Group, Inspection
-from tiers.data.verification import Progress, silent
+from tiers.data.verification import Progress
 from tiers.records import StoredRecord, StoredRecords
 
 STEP = 256
@@ -42,7 +42,7 @@ def _why(group: Group, since: float | None, namespaces: Sequence[bytes]) -> str:
 
 
 def remove_garbage(
-    records: StoredRecords, groups: Sequence[Group], progress: Progress = silent
+    records: StoredRecords, groups: Sequence[Group], progress: Progress
 ) -> tuple[int, int]:
     """Drop the records of these groups, and the notes of their namespaces; return how many, and
     their bytes. Raises what the tier raises; what is left is found again."""

@@ -13,7 +13,7 @@ from spec.offloading import StoreSpec, read_keys
 from tiers.block import Header, digest
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.data.archive import ArchiveHead, ArchiveReader, ArchiveWriter, Frame, PackedRecord, pack
-from tiers.data.verification import BATCH_BYTES, BATCH_SECONDS, Progress, silent
+from tiers.data.verification import BATCH_BYTES, BATCH_SECONDS, Progress
 from tiers.errors import RecordError
 from tiers.host.scratch import Scratch
 from tiers.records import Finding, StoredRecord, StoredRecords, in_batches, read_note
@@ -49,8 +49,8 @@ def export_tier(
     records: StoredRecords,
     path: Path,
     keys: Sequence[str],
-    rate: float | None = None,
-    progress: Progress = silent,
+    rate: float | None,
+    progress: Progress,
 ) -> Transfer:
     """Write what a tier holds now to an archive, the least recently used first. Takes some 600
     bytes of memory a block. `keys`: marks of the tier's encryption keys."""
@@ -95,9 +95,7 @@ def _read(
     return findings
 
 
-def import_archive(
-    archive: ArchiveReader, spec: StoreSpec, progress: Progress = silent
-) -> Transfer:
+def import_archive(archive: ArchiveReader, spec: StoreSpec, progress: Progress) -> Transfer:
     """Put an archive's records into a tier under their own keys, in the form that they are stored
     in, up to the archive's end, or to damage. Raises what the tier raises; import again then."""
     report = Transfer()

@@ -18,10 +18,6 @@ Progress = Callable[[int, int], object]
 """Called with the records and bytes read so far."""
 
 
-def silent(records: int, size: int) -> None:
-    """Show no progress."""
-
-
 @dataclass
 class Verification:
     """What reading all records showed. `gone`: evicted or dropped since they were listed.
@@ -39,10 +35,9 @@ class Verification:
 
 def verify_tier(
     records: StoredRecords,
-    rate: float | None = None,
-    *,
+    rate: float | None,
+    progress: Progress,
     drops: bool = False,
-    progress: Progress = silent,
 ) -> Verification:
     """Read and check every record, at `rate` bytes a second at most; with `drops` drop those that
     are damaged. Raises what the tier raises."""
