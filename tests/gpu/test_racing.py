@@ -121,7 +121,7 @@ def race(device: str, runner: Runner) -> set[str]:
     (worker,) = engine.workers
     assert isinstance(worker, RacingWorker)
     worker.runner, worker.requests, worker.sums = runner, engine.scheduler.requests, []
-    host = worker.connector.children[0]._host  # type: ignore[union-attr]
+    host = worker.connector.children[0]._host  # type: ignore[attr-defined]
     host.engine = replace(host.engine, overwrites_early=runner.overwrites_early)
     rng = random.Random(3)
     for prompt, max_tokens in prompts(rng, 40):

@@ -114,14 +114,14 @@ def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
         served(engine, PROMPT)
         assert served(engine, PROMPT)["disk"] > 0
         assert not change(engine, chain_of(a)).why
-        assert [type(child).__name__ for child in engine.connector.children][1] == "AbsentTier"  # type: ignore[union-attr]
+        assert [type(child).__name__ for child in engine.connector.children][1] == "AbsentTier"
         assert not list((tmp_path / "owners").glob("*")), "no process has the folder open"
         assert "disk" not in served(engine, PROMPT)
         assert measured(engine, "tier_state", "disk") == STATES.index("detached")
         assert not change(engine, chain_of(a, b)).why
         assert served(engine, PROMPT)["disk"] > 0
         assert measured(engine, "tier_state", "disk") == STATES.index("open")
-        assert len(engine.connector.children) == 2, "it has its place again"  # type: ignore[union-attr]
+        assert len(engine.connector.children) == 2, "it has its place again"
 
 
 def test_several_tiers_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_several_tiers_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert all(measured(engine, "stored_blocks", name) for name in ("fast", "large"))
             assert not change(engine, chain_of(cpu(8))).why
         assert not change(engine, chain_of(cpu(8), load_policy="first")).why
-        left = engine.connector.children[1:]  # type: ignore[union-attr]
+        left = engine.connector.children[1:]
         assert [type(child).__name__ for child in left] == ["AbsentTier"] * 2, "they stay away"
     assert opened == [[0, 1]] * 4, "for each rank once"
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.connector.assembly import scheduler_parts, worker_parts
-from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.block_copier import OpenCopier
 from tiers.contract.engine_info import EngineInfo, LateFacts
@@ -92,11 +93,12 @@ class ReplayEngine:
         workers = [
             make_worker(self.model, num_blocks, rank, open_half) for rank in range(world_size)
         ]
-        connector = None if chain is None else MultiScheduler(*scheduler_parts(chain, info, now))
-        self._assemble(info, workers, connector)
+        settings = MultiSettings(requests=RequestTable(info))
+        parts = ((), (), "", settings) if chain is None else scheduler_parts(chain, info, now)
+        self._assemble(info, workers, MultiScheduler(*parts))
 
     def _assemble(
-        self, info: EngineInfo, workers: Sequence[Worker], connector: MultiScheduler | None
+        self, info: EngineInfo, workers: Sequence[Worker], connector: MultiScheduler
     ) -> None:
         """Make an engine of these workers and the chain's other half, which the workers join."""
         self.stats = TierStats()
@@ -104,9 +106,8 @@ class ReplayEngine:
         self.events: list[BlockEvent] = []
         self.closed = False
         self.workers, self.connector = workers, connector
-        if connector is not None:
-            handshakes = {rank: worker.handshake() for rank, worker in enumerate(workers)}
-            connector.set_xfer_handshake_metadata(handshakes)
+        handshakes = {rank: worker.handshake() for rank, worker in enumerate(workers)}
+        connector.set_xfer_handshake_metadata(handshakes)
         has_null_block = has_null(self.model.windows)
         pool = BlockPool(info.num_blocks, info.caches_prefixes, first=int(has_null_block))
         self.num_blocks = pool.num_free
@@ -168,9 +169,8 @@ class ReplayEngine:
         step, output, sampled = self._in_flight.popleft()
         self.scheduler.end_step(step, sampled)
         self.scheduler.end_transfers(output)
-        if self.connector is not None:
-            self.events += self.connector.take_events()
-            self.take_stats()
+        self.events += self.connector.take_events()
+        self.take_stats()
 
     def begin(self, step: Step) -> None:
         """Begin a step on all ranks."""
@@ -207,7 +207,7 @@ class ReplayEngine:
 
     def take_stats(self) -> Mapping[str, Measures]:
         """The chain's measures since the last call, which `stats` sums."""
-        stats = (self.connector and self.connector.get_kv_connector_stats()) or TierStats()
+        stats = self.connector.get_kv_connector_stats() or TierStats()
         self.stats.aggregate(stats)
         return stats.data
 
@@ -240,8 +240,7 @@ class ReplayEngine:
     def settle(self) -> None:
         """Step until no transfer is in flight, also of what needs no wait. Raises KVTiersError."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        children = self.connector.children if self.connector is not None else ()
-        tiers = [child for child in children if isinstance(child, OffloadingScheduler)]
+        tiers = [one for one in self.connector.children if isinstance(one, OffloadingScheduler)]
         while any(tier.jobs_in_flight for tier in tiers):
             if not self.step():
                 time.sleep(IDLE_SECONDS)
@@ -255,15 +254,14 @@ class ReplayEngine:
         requests still use some."""
         self.scheduler.pool.forget_all()
         unused = not any(any(request.tables) for request in self.scheduler.requests.values())
-        return (self.connector is None or self.connector.reset_cache() is not False) and unused
+        return self.connector.reset_cache() and unused
 
     def close(self) -> None:
         """Shut both halves down, as an engine does."""
         self.closed = True
         for worker in self.workers:
             worker.close()
-        if self.connector is not None:
-            self.connector.shutdown()
+        self.connector.shutdown()
 
 
 def _open_worker(
@@ -274,9 +272,9 @@ def _open_worker(
     weights: Sequence[Weights],
     root: Path,
     rank: int,
-) -> MultiWorker | None:
+) -> MultiWorker:
     if chain is None:
-        return None
+        return MultiWorker(())
     info = replace(engine, rank=rank, host=hosts[rank + 1] if hosts else "")
     if weights:
         info = replace(info, weights=weights[rank])

@@ -43,7 +43,7 @@ class ReplayScheduler:
 
     def __init__(
         self,
-        connector: SchedulerConnector | None,
+        connector: SchedulerConnector,
         pool: BlockPool,
         block_tokens: int,
         batch_tokens: int,
@@ -74,14 +74,12 @@ class ReplayScheduler:
     def add(self, request: ReplayRequest) -> None:
         self.requests[request.request_id] = request
         self._waiting.append(request)
-        if self.connector is not None:
-            self.connector.on_new_request(request)
+        self.connector.on_new_request(request)
 
     @property
     def busy(self) -> bool:
         """Whether another step is needed."""
-        pending = self.connector is not None and self.connector.has_pending_push_work()
-        return bool(self.requests or self._ended) or pending
+        return bool(self.requests or self._ended) or self.connector.has_pending_push_work()
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -125,8 +123,7 @@ class ReplayScheduler:
     def give_orders(self, step: Step) -> None:
         """Let the connector put its orders into a step, which begins."""
         step.finished_req_ids, self._ended = self._ended, set()
-        if self.connector is not None:
-            step.kv_connector_metadata = self.connector.build_connector_meta(step)
+        step.kv_connector_metadata = self.connector.build_connector_meta(step)
         for work in step.work:
             request = self.requests[work.request_id]
             request.num_computed_tokens += step.num_scheduled_tokens[work.request_id]
@@ -147,7 +144,6 @@ class ReplayScheduler:
         self._know_blocks(request)
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1
-        assert self.connector is not None
         self.connector.update_state_after_alloc(request, request, 0)
 
     def _match(self, request: ReplayRequest) -> Match:
@@ -175,8 +171,7 @@ class ReplayScheduler:
         request.local_tokens, request.loaded_tokens = computed, external
         if not request.num_preemptions:
             self.external_hits += external
-        if self.connector is not None:
-            self.connector.update_state_after_alloc(request, request, external)
+        self.connector.update_state_after_alloc(request, request, external)
         if external:
             request.status = Status.LOADING
             self.has_orders = True
@@ -184,8 +179,6 @@ class ReplayScheduler:
 
     def _ask(self, request: ReplayRequest, computed: int) -> int | None:
         """Tokens that the connector loads behind `computed`; None: ask again."""
-        if self.connector is None:
-            return 0
         external, is_async = self.connector.get_num_new_matched_tokens(request, computed)
         assert is_async or not external, "the replay engine loads beside its steps only"
         return external
@@ -279,8 +272,7 @@ class ReplayScheduler:
         """Take in the ends of transfers."""
         if output.invalid_block_ids or output.failed_recving:
             self._recompute(output.invalid_block_ids, output.failed_recving)
-        if self.connector is not None:
-            self.connector.update_connector_output(output)
+        self.connector.update_connector_output(output)
         # Room that came free is offered to requests that found none, while they answer.
         self.has_orders |= bool(self._answering)
         for request_id in output.finished_recving:
@@ -337,8 +329,7 @@ class ReplayScheduler:
 
     def _finish(self, request: ReplayRequest, keep_blocks: bool = False) -> None:
         request.status = Status.FINISHED
-        if self.connector is not None:
-            self.connector.request_finished_all_groups(request, request.get_block_ids())
+        self.connector.request_finished_all_groups(request, request.get_block_ids())
         self._ended.add(request.request_id)
         self.has_orders = True
         if not keep_blocks:

@@ -211,7 +211,6 @@ class TimedEngine(ReplayEngine):
         self._gpu_steps.remove(first)
         step, began, ends = first
         self.end(step)
-        assert self.connector is not None
         self.connector.computed(sum(step.num_scheduled_tokens.values()), ends - began)
         for work in step.work:
             if work.samples:

@@ -13,7 +13,7 @@ from tiers.lab.replay.blocks import STATE
 from tiers.lab.replay.model import ReplayModel, kv_of, states
 from tiers.lab.replay.requests import Step, StepOutput, Work
 
-OpenConnector = Callable[[int], WorkerConnector | None]
+OpenConnector = Callable[[int], WorkerConnector]
 """Makes the worker half for a rank, in that rank's process; picklable."""
 
 
@@ -43,19 +43,16 @@ class LocalWorker:
         self._rank = rank
         self.kv = model.allocate(num_blocks)
         self.connector = open_connector(rank)
-        if self.connector is not None:
-            self.connector.register_kv_caches(self.kv)
+        self.connector.register_kv_caches(self.kv)
 
     def handshake(self) -> Any:
-        return self.connector.get_handshake_metadata() if self.connector is not None else None
+        return self.connector.get_handshake_metadata()
 
     def begin(self, step: Step) -> None:
         """All is done at the end."""
 
     def end(self, step: Step) -> StepOutput:
         """Run a step, with the connector's members called in vLLM's order."""
-        if self.connector is None:
-            return StepOutput(sums=self._forward(step))
         self.connector.handle_preemptions(step.kv_connector_metadata)
         self.connector.bind_connector_metadata(step.kv_connector_metadata)
         sums = self._forward(step)
@@ -70,7 +67,6 @@ class LocalWorker:
 
     def _take_results(self, finished: set[str]) -> StepOutput:
         """The ends of transfers since the last call; `finished`: requests that have ended."""
-        assert self.connector is not None
         results = self.connector.get_transfer_results(finished)
         return StepOutput(
             {},
@@ -134,5 +130,4 @@ class LocalWorker:
         return torch.tensor(table)[where // size] * size + where % size
 
     def close(self) -> None:
-        if self.connector is not None:
-            self.connector.shutdown()
+        self.connector.shutdown()
