@@ -185,9 +185,8 @@ def _place(medium: Any) -> bytes:
     """Describe which tokens a medium fills. Block hashes show where they begin."""
     place = medium.mm_position
     chosen = getattr(place, "is_embed", None)
-    return repr(
-        (medium.modality, place.length, None if chosen is None else chosen.tolist())
-    ).encode()
+    filled = None if chosen is None else chosen.tolist()
+    return repr((medium.modality, place.length, filled)).encode()
 
 
 def _digest(data: bytes) -> bytes:

@@ -139,8 +139,8 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
         blob = _blob(path)
         whole.update(f"{name}:{path.stat().st_size}:{blob or digest(path)}\n".encode())
         # Only then: the engine has loaded what was there before, and not what came meanwhile.
-        if blob is None:
-            _unchanged(path, since)
+        if blob is None and path.stat().st_ctime > since:
+            raise FileChanged(f"{path.name} changed after the engine was started")
         if blob is None or path.parent.resolve().parent.name != "snapshots":
             _same_links(path, since)
     if weights.folder is not None:
@@ -155,11 +155,6 @@ def _blob(path: Path) -> str | None:
     real = path.resolve()
     in_hub = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
     return real.name if in_hub and path.is_symlink() and _BLOB.fullmatch(real.name) else None
-
-
-def _unchanged(path: Path, since: float) -> None:
-    if path.stat().st_ctime > since:
-        raise FileChanged(f"{path.name} changed after the engine was started")
 
 
 def _not_moved(folder: Path, since: float) -> None:
