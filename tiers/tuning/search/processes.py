@@ -6,9 +6,8 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Self
 
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine
@@ -48,7 +47,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-class Simulations:
+class Simulations(AbstractContextManager["Simulations"]):
     """Reports of chains on one workload. A context manager; one thread.
 
     `processes`: how many simulate besides this one, which only waits; 0: this one simulates. They
@@ -70,9 +69,6 @@ class Simulations:
         for _ in range(processes):
             pipes = [worker.pipe for worker in self._workers]
             self._workers.append(_Worker(workload, machine, pipes))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
