@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tiers.data.inspection import Group, Inspection
 from tiers.data.verification import Progress
-from tiers.records import StoredRecord, StoredRecords
+from tiers.records import StoredRecords
 
 STEP = 256
 PAUSE = 0.005
@@ -48,21 +48,15 @@ def remove_garbage(
     their bytes. Raises what the tier raises; what is left is found again."""
     wanted = {(group.namespace, group.payload_bytes) for group in groups}
     count = size = 0
-    for batch in _steps(records, wanted):
-        records.drop(batch)
-        count, size = count + len(batch), size + sum(record.size for record in batch)
-        progress(count, size)
-        time.sleep(PAUSE)
+    for piece in records.listed():
+        chosen = [record for record in piece if (record.namespace, record.payload_bytes) in wanted]
+        for start in range(0, len(chosen), STEP):
+            batch = chosen[start : start + STEP]
+            records.drop(batch)
+            count, size = count + len(batch), size + sum(record.size for record in batch)
+            progress(count, size)
+            time.sleep(PAUSE)
     for space in records.notes():
         if any(space.startswith(group.namespace) for group in groups):
             records.note(space, b"")
     return count, size
-
-
-def _steps(
-    records: StoredRecords, wanted: set[tuple[bytes, int]]
-) -> Iterator[Sequence[StoredRecord]]:
-    for piece in records.listed():
-        chosen = [record for record in piece if (record.namespace, record.payload_bytes) in wanted]
-        for start in range(0, len(chosen), STEP):
-            yield chosen[start : start + STEP]
