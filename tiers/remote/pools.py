@@ -8,7 +8,6 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import redis
@@ -31,10 +30,6 @@ class ConnectionSettings(NamedTuple):
 
     url: RedisUrl
     tls: ssl.SSLContext | None
-
-    def to_sentinels(self) -> ConnectionSettings:
-        """The settings for sentinels: without user, password and db, which are the servers' own."""
-        return self._replace(url=replace(self.url, username=None, password=None, db=0))
 
 
 class Pool:

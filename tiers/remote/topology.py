@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from redis.crc import key_slot
@@ -36,7 +37,9 @@ class OneMaster:
         self._url = settings.url
         self._service = settings.url.service
         self._endpoints = tuple(dict.fromkeys(settings.url.endpoints))
-        self._sentinels = Pools(settings.to_sentinels())
+        # User, password and db are the servers' own.
+        url = replace(settings.url, username=None, password=None, db=0)
+        self._sentinels = Pools(settings._replace(url=url))
         self._masters = Pools(settings)
         self._master: Pool | None = None
 
