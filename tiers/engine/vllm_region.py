@@ -27,7 +27,8 @@ class NamedRegion:
         self._file = FOLDER / f"vllm_offload_{engine_id}.mmap"
         self._lock = self._file.with_suffix(".lock")
         for lock in FOLDER.glob(f"vllm_offload_{ENGINE}*.lock"):
-            with suppress(OSError), opened(lock, os.O_RDWR) as handle:  # else another user's
+            # Another process may sweep, too, or it is another user's.
+            with suppress(OSError), opened(lock, os.O_RDWR) as handle:
                 if try_lock(handle):
                     lock.with_suffix(".mmap").unlink(missing_ok=True)
                     lock.unlink(missing_ok=True)
