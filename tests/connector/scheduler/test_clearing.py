@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.support.lookups import look_up
+from tiers.concurrency import executors
 from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
@@ -131,3 +132,17 @@ def test_however_often_some_are_dropped_they_go_together_and_no_work_piles_up() 
     assert pieces <= 2
     assert [name for step in store.drops for name in step] == [b"space" + key for key in keys]
     assert len(store.drops) <= 3 + len(keys) // Clearing.STEP
+
+
+def test_a_process_that_ends_clears_nothing_and_says_so_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a script that never closes its engine: no thread is there any more."""
+    ending = threading.Event()
+    ending.set()
+    store = Store()
+    clearing = Clearing(store, [b"space"])
+    clearing.stored([b"key"], b"generation")
+    monkeypatch.setattr(executors, "_ending", ending)
+    clearing.close(b"generation")
+    assert not store.drops

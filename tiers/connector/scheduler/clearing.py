@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, repeat
 from operator import itemgetter
@@ -98,7 +99,8 @@ class Clearing:
 
     def close(self, generation: bytes) -> None:
         """Drop what is to be dropped, the engine's last generation too, as far as time allows."""
-        self.clear(generation)
+        with suppress(RuntimeError):  # a process that ends without having closed its engine
+            self.clear(generation)
         wait(self._in_flight, self.DEADLINE)
         self._is_closing.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
