@@ -167,10 +167,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         request_state = self._requests.of(request)
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
-        elif request_state.in_vain and request_state.is_undecided and request_state.choice.tokens:
+        elif request_state.in_vain and request_state.is_undecided:
             # vLLM 0.32 has no room for another load, for which it reserves as much again as for the
-            # one in vain, and asks nobody behind it meanwhile; to compute takes less.
-            choice = NO_LOAD
+            # one in vain; to compute takes less. Where it has no room for that either, it asks
+            # nobody behind this request, who may be those that have loaded and hold the room: one
+            # that waits is passed by.
+            choice = PENDING if request_state.choice.tokens == 0 else NO_LOAD
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
             notes.gives_up()
