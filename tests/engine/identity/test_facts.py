@@ -248,6 +248,12 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             {},
             "ChunkedLocalAttentionSpec",
         ),
+        (
+            "windows that are not cached, and computed again",
+            [{}, {"kind": "SlidingWindowMLASpec", "prefix_cacheable": False}],
+            {},
+            "SlidingWindowMLASpec",
+        ),
     ],
 )
 def test_what_can_t_be_served_is_named(
@@ -407,12 +413,28 @@ JUDGED = {
     "warmup/step5_dsa_warmup.py": WARMING,
 }
 """The modules under `model_executor` that read what the table of fields takes for no fact."""
+FOLDERS = {
+    "deepseek_v32/": TABLE,
+    "deepseek_v4/": TABLE,
+    "deepseek_v41/": TABLE,
+    "dots3_note/common/processor.py": MEDIA,
+    "glm5next/": TABLE,
+    "hy_v4/": TABLE,
+    "inkling/": TABLE,
+    "kimi_k3/nvidia/model.py": MEDIA,
+    "kimi_k3/nvidia/specialized_decode/": TABLE,
+    "minimax_m3/amd/": TABLE,
+    "minimax_m3/common/encoder_cudagraph.py": MEDIA,
+    "minimax_m3/common/mm_preprocess.py": MEDIA,
+    "muse_spark/": ROPE,
+    "step5/": ROPE,
+}
+"""The same of models that have a folder each, under `models`."""
 READS = re.compile(r"\b(max_model_len|generation_config)\b")
 
 
-def readers(vllm: Path) -> set[str]:
-    """The modules of an installed or unpacked vLLM that read these."""
-    root = vllm / "model_executor"
+def readers(root: Path) -> set[str]:
+    """The modules of an installed or unpacked vLLM, in a folder of it, that read these."""
     return {
         str(path.relative_to(root)) for path in root.rglob("*.py") if READS.search(path.read_text())
     }
@@ -431,14 +453,17 @@ def test_all_that_reads_the_longest_request_or_the_generation_config_is_judged()
     if not sources():
         pytest.skip("no source of vLLM is at hand")
     for vllm in sources():
-        found = readers(vllm)
+        found = readers(vllm / "model_executor")
         assert "models/llama4.py" in found, vllm
         assert found - JUDGED.keys() == set(), f"{vllm}: does its KV depend on these?"
+        found = readers(vllm / "models")
+        new = {path for path in found if not path.startswith(tuple(FOLDERS))}
+        assert not new, f"{vllm}: does its KV depend on these?"
 
 
 def test_a_new_reader_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "model_executor" / "models"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "models"
+    folder.mkdir()
     (folder / "new.py").write_text("scale = vllm_config.model_config.max_model_len > 8192\n")
     assert readers(tmp_path) - JUDGED.keys() == {"models/new.py"}
 
