@@ -17,6 +17,7 @@ SERVED = {
     "full attention": "Llama",
     "sliding windows": "Mistral",
     "sliding windows and full attention": "Gemma 3",
+    "compressed attention and windows": "DeepSeek V4",
     "latent attention (MLA)": "DeepSeek V2",
     "linear attention and full attention": "Qwen3-Next",
     "Mamba 2 and full attention": "Granite 4",
@@ -47,7 +48,8 @@ adapter, where a batch has both, and keeps that KV for others, as kvtiers does; 
 With `--enforce-eager`, bfloat16 and AMX its worker ends (exit code -4) where the first step of all
 computes one token: of a prompt of one, or of one that a tier has whole. Ask for a longer one first.
 Decode context parallelism, which vLLM has on devices alone, ran with an attention of the test's,
-Mamba 2 with the test's copies of states within a prompt, which vLLM's kernel for the CPU lacks.
+Mamba 2 with the test's copies of states within a prompt, which vLLM's kernel for the CPU lacks, and
+DeepSeek V4 with the test's sums of where tokens lie, which vLLM has in Triton.
 
 `make compatibility` fills the table of the installed version, with `VLLM=FILE` that of another: a
 CPU wheel, or a source archive, whose Python runs over the installed binaries (as 0.33 did).

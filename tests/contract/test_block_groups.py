@@ -58,6 +58,23 @@ def test_a_window_needs_blocks_up_to_its_reach() -> None:
     assert parts_of(KVGroup(16, window=33)).window == 2
 
 
+def test_what_no_window_reaches_from_the_end_of_a_block_is_no_part() -> None:
+    """As of DeepSeek V4, whose blocks of 4 tokens have windows of 8."""
+    groups = KVGroup(64), KVGroup(16, window=20), KVGroup(4, window=8), KVGroup(16, window=1)
+    mixed = parts_of(*groups, block_tokens=64, hash_tokens=4)
+    hashes = [bytes([i]) * 32 for i in range(32)]
+    found = [mixed.hash_of(key) for key in mixed.keys(hashes, range(1, 2), b"")]
+    at = [(31, 0), (27, 1), (31, 1), (30, 2), (31, 2), (31, 3)]
+    assert found == [(hashes[number], group) for number, group in at]
+    tables = [[7, 8], [0, 0, 0, 0, 0, 0, 5, 6], [*[0] * 30, 3, 4], [*[0] * 7, 9]]
+    assert mixed.paged(tables, 1) == [8, 5, 6, 3, 4, 9]
+    assert [*mixed.places(range(6, 12))] == [(0, 1), (1, 6), (1, 7), (2, 30), (2, 31), (3, 7)]
+    assert (mixed.window, mixed.blocks_in(tables)) == (1, 2)
+    written: set[int] = set()
+    mixed.add_written(written, [[7, 8], [1] * 8, [*range(20, 52)], [2] * 8], 68)
+    assert written == {8, 1, 2, *range(37, 52)}, "also what is no part"
+
+
 def test_windowed_parts_are_given_away_behind_the_window() -> None:
     """After 64 tokens a window of 40 begins at token 25, one of 20 at token 45."""
     assert HYBRID.kept(0, 64) == [True, False, False]

@@ -13,7 +13,7 @@ import pytest
 from spec.chain import ChainSpec
 from spec.load import load_chain
 from tests.support.clock import wait_for
-from tests.support.replay_chains import HYBRID, MODEL, SLOT, measured, scheduler_of
+from tests.support.replay_chains import DENSE, MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.admission import QUIET_SECONDS, WINDOW_SECONDS
 from tiers.lab.replay import ReplayEngine, ReplayModel
@@ -103,7 +103,7 @@ def test_what_a_window_left_before_it_found_room_is_counted(
 ) -> None:
     """The engine has given it to others by then: it can't be stored later."""
     used: list[int] = []
-    made = engine(chain(), model=HYBRID, num_blocks=400, batch_tokens=500, prefix_caching=False)
+    made = engine(chain(), model=DENSE, num_blocks=400, batch_tokens=500, prefix_caching=False)
     request, scheduler = made.add(LONG, 30), scheduler_of(made)
     store.pace.hang("put")
     while not scheduler._stores.slots_pinned:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tiers.gpu.pages import block_pages, layout_digest
+from tiers.gpu.pages import PagedKV, block_pages
 
 BLOCKS = 6
 
@@ -95,6 +95,27 @@ def test_a_state_within_the_pages_of_another_layer_counts_once() -> None:
         assert [view.data_ptr() for view in views] == [pages.data_ptr(), beyond.data_ptr()]
 
 
+def of_two_groups(second: int) -> dict[str, torch.Tensor]:
+    """A block of 64 bytes is one of two groups: of one its layers lie at 0 and at 24, of the other
+    at 0, at `second` and at 60; all but the last have 24 bytes."""
+    whole = torch.arange(BLOCKS * 64, dtype=torch.uint8).view(BLOCKS, 64)
+    places = {"a": (0, 24), "b": (24, 24), "c": (0, 24), "d": (second, 24), "e": (60, 4)}
+    return {name: whole[:, at : at + size] for name, (at, size) in places.items()}
+
+
+def test_blocks_that_groups_lay_out_in_their_own_ways_count_once() -> None:
+    layers = of_two_groups(second=32)
+    pages = block_pages(layers, BLOCKS)
+    assert [page.shape[1] for page in pages] == [24, 32, 4]
+    row = torch.cat([page[3] for page in pages])
+    assert row.tolist() == [*range(192, 192 + 56), *range(252, 256)]
+
+
+def test_where_the_layers_of_a_group_lie_in_a_block_is_part_of_the_digest() -> None:
+    digests = {PagedKV(of_two_groups(second), BLOCKS).layout for second in (28, 32)}
+    assert len(digests) == 2
+
+
 def test_as_many_tokens_as_blocks_are_no_blocks() -> None:
     """FlashMLA's kernel has blocks of 64 tokens, two of which may be one of 64 of the engine's."""
     cache = torch.zeros(BLOCKS * 2, BLOCKS, 10)
@@ -116,7 +137,7 @@ def test_overlapping_elements_are_refused() -> None:
 def test_the_digest_tells_layouts_of_equal_size_apart() -> None:
     heads_first = torch.zeros(BLOCKS, 3, 4, 10)
     digests = {
-        layout_digest({"layer": cache}, BLOCKS)
+        PagedKV({"layer": cache}, BLOCKS).layout
         for cache in (
             heads_first,
             tokens_before_heads_in_memory(),
@@ -125,10 +146,9 @@ def test_the_digest_tells_layouts_of_equal_size_apart() -> None:
         )
     }
     assert len(digests) == 4
-    assert layout_digest({"layer": heads_first}, BLOCKS) in digests
+    assert PagedKV({"layer": heads_first}, BLOCKS).layout in digests
 
 
 def test_the_digest_is_the_same_for_more_blocks() -> None:
-    assert layout_digest({"x": torch.zeros(6, 2, 4)}, 6) == layout_digest(
-        {"x": torch.zeros(60, 2, 4)}, 60
-    )
+    few, many = (PagedKV({"x": torch.zeros(count, 2, 4)}, count) for count in (6, 60))
+    assert few.layout == many.layout

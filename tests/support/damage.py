@@ -206,6 +206,13 @@ def mamba_states() -> None:
     mamba_states.put_in()
 
 
+def deepseek_v4() -> None:
+    """Let DeepSeek V4 answer on the CPU."""
+    from tests.engine.vllm import deepseek_v4
+
+    deepseek_v4.put_in()
+
+
 def context_parallel() -> None:
     """Let ranks share out the tokens of requests, which vLLM does on devices alone."""
     from tests.engine.vllm import context_parallel

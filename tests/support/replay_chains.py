@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from tiers.lab.replay.blocks import STATE
 from tiers.lab.replay.requests import ReplayRequest
 
 MODEL = ReplayModel()
-HYBRID = ReplayModel(windows=(None, 14, 7))
+DENSE = ReplayModel(windows=(None, 14, 7))
+HYBRID = replace(DENSE, window_interval=0)
+"""As vLLM by default, what windows reach is kept where prefixes end; of the other, everywhere."""
 WINDOWS = ReplayModel(windows=(14,))
 RECURRENT = ReplayModel(windows=(None, STATE, STATE))
 SLOT = 4096

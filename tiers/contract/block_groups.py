@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from tiers.contract.engine_info import EngineInfo
+from tiers.contract.engine_info import EngineInfo, KVGroup
 
 MISSING, NO_WINDOW, COMPLETE = 0, 1, 2
 """How much of a block is held: all parts (COMPLETE), at least those without a window (NO_WINDOW),
@@ -40,7 +40,8 @@ class BlockGroups:
     """The parts of a block, in the order of their keys.
 
     A block is the smallest number of tokens that is whole in every group. Of an ordinary model,
-    with one group, it is one paged block and has one part.
+    with one group, it is one paged block and has one part. A prefix ends with a block: what no
+    window reaches from there is no part.
     """
 
     def __init__(self, engine: EngineInfo) -> None:
@@ -50,11 +51,10 @@ class BlockGroups:
         self._parts = [
             GroupBlock(index, offset, self.block_tokens // group.tokens, *group)
             for index, group in enumerate(engine.kv_groups)
-            for offset in range(self.block_tokens // group.tokens)
+            for offset in _reached(self.block_tokens, group)
         ]
-        self._sizes = [(part.group, part.tokens) for part in self._parts if part.offset == 0]
-        reach = [max(1, p.window - 1) for p in self._parts if p.window is not None]
-        self.window = -(-max(reach, default=0) // self.block_tokens)
+        self._sizes = [(index, group.tokens) for index, group in enumerate(engine.kv_groups)]
+        self.window = -(-max(map(_reach, engine.kv_groups)) // self.block_tokens)
         # Counted from before the block that is dropped.
         self.window += int(engine.drops_last and self.window > 0)
         """Blocks before the end of a prefix of which every part is needed; 0: no windows."""
@@ -112,12 +112,6 @@ class BlockGroups:
             part = self._parts[index]
             yield part.group, block * part.per_block + part.offset
 
-    def number(self, group: int, position: int) -> int:
-        """The number among a request's keys of its paged block at a position of a group."""
-        index = next(i for i, part in enumerate(self._parts) if part.group == group)
-        block, offset = divmod(position, self._parts[index].per_block)
-        return block * len(self) + index + offset
-
     def coverage(self, parts: Sequence[bool]) -> Sequence[int]:
         """How much is held of each block, given which of all its parts are."""
         size = len(self)
@@ -143,7 +137,7 @@ class BlockGroups:
         parts = [part for part in self._parts if not part.is_state] or self._parts
         return min(len(tables[part.group]) // part.per_block for part in parts)
 
-    def kept(self, block: int, computed: int) -> list[bool]:
+    def kept(self, block: int, computed: float) -> list[bool]:
         """Whether the engine keeps each part of a block once `computed` tokens are computed.
 
         It frees a windowed part when the window of the next token no longer reaches it. Its block
@@ -171,6 +165,18 @@ class BlockGroups:
         block, rest = divmod(tokens, self.block_tokens)
         parts = [i for i, part in enumerate(self._parts) if part.group == group and part.is_state]
         return None if rest or not block or not parts else (block - 1) * len(self) + parts[-1]
+
+
+def _reach(group: KVGroup) -> int:
+    """Tokens before the end of a prefix that its window reaches; 0: it has none."""
+    return 0 if group.window is None else max(1, group.window - 1)
+
+
+def _reached(block_tokens: int, group: KVGroup) -> range:
+    """Which of its paged blocks in a block a window reaches from the block's end; all without."""
+    per_block = block_tokens // group.tokens
+    needed = -(-_reach(group) // group.tokens) or per_block
+    return range(max(0, per_block - needed), per_block)
 
 
 def waves(blocks: range) -> Iterator[range]:

@@ -68,6 +68,8 @@ class EngineInfo:
     that one of them may store it for all. `weights`: what a worker sees of its weights.
     `model`: what its operator calls the model. `overwrites_early`: whether a step may overwrite
     paged blocks, move states or zero pages before it calls `handle_preemptions`.
+    `window_interval`: after how many tokens of prompts it keeps what windows reach, beside where
+    prompts end and where they part; 0: nowhere else; None: everywhere.
     """
 
     facts: Mapping[str, str]
@@ -93,6 +95,7 @@ class EngineInfo:
     weights: Weights = Weights()  # noqa: RUF009 - it has no state
     model: str = ""
     overwrites_early: bool = False
+    window_interval: int | None = None
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

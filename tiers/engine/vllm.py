@@ -135,6 +135,7 @@ def engine_info(
         weights=worker_weights() if is_worker else Weights(),
         model=str(vllm_config.model_config.model),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
+        window_interval=getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None),
     )
 
 

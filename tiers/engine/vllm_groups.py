@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOW = ("SlidingWindowSpec",)
-_STATE = ("MambaSpec",)
-"""By name, since older engines do not have all of them. Derived classes are not served: they may
-keep their blocks in another way."""
-
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.
 
 Others must manage all layers as one group, which is their default."""
-WHY_OLD = ""
-"""Why neither recurrent states nor blocks that ranks share out can be served; empty: they may."""
-if (release_of(vllm_version) or NEWEST) < (0, 32):
-    WHY_OLD = "that is only known to work with vLLM 0.32 and later"
+_IS_OLD = (release_of(vllm_version) or NEWEST) < (0, 32)
+WHY_OLD = "that is only known to work with vLLM 0.32 and later" if _IS_OLD else ""
+"""Why neither recurrent states, windows of latent attention nor blocks that ranks share out can be
+served; empty: they may."""
+
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_WINDOW = ("SlidingWindowSpec",) if _IS_OLD else ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_STATE = ("MambaSpec",)
+"""By name, since older engines do not have all of them. Derived classes are not served: they may
+keep their blocks in another way."""
 
 
 def kv_groups(
@@ -175,9 +175,10 @@ def _kind(spec: Any) -> KVGroup | str:
     name = type(spec).__name__
     if getattr(spec, "non_causal", False):
         return f"non-causal {name}"
+    # Of DeepSeek V4 a state stands for some tokens of a block, all of them before the block's end.
     per_state = 1 if name in _STATE else getattr(spec, "tokens_per_state", 1)
-    if per_state != 1 or not getattr(spec, "prefix_cacheable", True):
-        return f"compressed or uncacheable {name}"
+    if not isinstance(per_state, int) or not getattr(spec, "prefix_cacheable", True):
+        return f"pooled or uncacheable {name}"
     if name in _FULL:
         return KVGroup(spec.block_size)
     if name in _WINDOW:

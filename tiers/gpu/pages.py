@@ -25,7 +25,7 @@ class PagedKV:
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         self.pages = block_pages(kv_caches, num_blocks)
-        self.layout = layout_digest(kv_caches, num_blocks)
+        self.layout = layout_digest(kv_caches, self.pages)
         self.payload_bytes = sum(page.shape[1] for page in self.pages)
         self._num_blocks = num_blocks
 
@@ -49,33 +49,47 @@ def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[
     """View every layer's tensor as pages: uint8, shape (num_blocks, page_bytes), no copies.
 
     A block's payload is its row of every page view, in this order. Bytes that several layers share
-    are viewed once, also where a state of one lies within the pages of another. The views alias the
-    engine's memory and live as long as it does. Raises ValueError for a tensor without a block
-    dimension or with overlapping elements.
+    are viewed once: a state within the pages of attention, or layers of several KV cache groups,
+    whose blocks lie in one allocation, each group's in its own way. The views alias the engine's
+    memory and live as long as it does. Raises ValueError for a tensor without a block dimension or
+    with overlapping elements.
     """
-    views: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
-    for name, cache in kv_caches.items():
-        for view in _pages(name, cache, num_blocks):
-            views.setdefault((view.data_ptr(), tuple(view.shape), view.stride()), view)
-    whole = list(views.values())
-    return [one for one in whole if not any(_is_within(one, other) for other in whole)]
+    views = [v for name, cache in kv_caches.items() for v in _pages(name, cache, num_blocks)]
+    pages: list[torch.Tensor] = []
+    places: list[int] = []
+    # Where pages overlap, those of one block do, or the elements of one tensor would.
+    for place, view in sorted(enumerate(views), key=lambda one: (one[1].stride(), _start(one[1]))):
+        room = _start(view) - _start(pages[-1]) if pages else 0
+        if pages and pages[-1].stride() == view.stride() and room < pages[-1].shape[1]:
+            pages[-1] = _longer(pages[-1], room + view.shape[1])
+            places[-1] = min(places[-1], place)
+        else:
+            pages.append(view)
+            places.append(place)
+    return [page for _, page in sorted(zip(places, pages, strict=True), key=lambda one: one[0])]
 
 
-def _is_within(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether every page of `one` is a part of that of `other`, and not all of it."""
-    room = other.shape[1] - one.shape[1]
-    offset = one.data_ptr() - other.data_ptr()
-    return room > 0 and one.stride() == other.stride() and 0 <= offset <= room
+def _start(view: torch.Tensor) -> int:
+    """Where its first block begins, in bytes; on the meta device, which has no addresses, too."""
+    return view.untyped_storage().data_ptr() + int(view.storage_offset()) * view.element_size()
 
 
-def layout_digest(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
+def _longer(page: torch.Tensor, size: int) -> torch.Tensor:
+    """The page with as many bytes of each block, or with as many as it has."""
+    return page.as_strided((page.shape[0], max(size, page.shape[1])), page.stride())
+
+
+def layout_digest(kv_caches: Mapping[str, torch.Tensor], pages: Sequence[torch.Tensor]) -> str:
     """Text that is equal only where the same bytes of a block mean the same KV: of layer names,
-    dtypes, shapes and the order of strides within a block."""
+    dtypes, shapes, the order of strides within a block, and where in a page a layer begins."""
     digest = hashlib.blake2b(digest_size=16)
     for name, cache in kv_caches.items():
-        blocked = _blocks_first(name, cache, num_blocks)
+        blocked = _blocks_first(name, cache, pages[0].shape[0])
         inner = tuple(blocked.shape[1:]), tuple(blocked.stride()[1:])
-        digest.update(repr((name, str(cache.dtype), inner)).encode())
+        at = _start(blocked)
+        page = next(page for page in pages if 0 <= at - _start(page) < page.shape[1])
+        place = (at - _start(page),) if at > _start(page) else ()
+        digest.update(repr((name, str(cache.dtype), inner, *place)).encode())
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench import engine_models
 from bench.engine_models import INITIALIZER_RANGE
+from tests.engine.vllm.tiny_vllm import DEEPSEEK_V4
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -16,7 +17,11 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     A model has one folder, made once: where it lies is part of what its KV is known by.
     """
     model = folder / str(config["model_type"])
-    return model if model.exists() else engine_models.write_model(model, config, "float32")
+    if model.exists():
+        return model
+    if config is DEEPSEEK_V4:
+        return write_deepseek_v4(model, config)
+    return engine_models.write_model(model, config, "float32")
 
 
 ADAPTER_RANK = 8
@@ -182,6 +187,70 @@ def write_drafter(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return folder
+
+
+def write_deepseek_v4(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a tiny DeepSeek V4 to a folder of its own, by the names of its published weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    made = torch.Generator().manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+
+    def draw(name: str, rows: int, width: int, factor: float = 1.0) -> None:
+        drawn = torch.randn((rows, width), generator=made) * (factor / width**0.5)
+        weights[name] = drawn if name.endswith("_fn") else drawn.bfloat16()
+
+    def compress(name: str, width: int, ratio: int) -> None:
+        rows = width * (2 if ratio == 4 else 1)  # of four tokens each state is of the four before
+        weights[f"{name}.ape"] = torch.randn((ratio, rows), generator=made)
+        weights[f"{name}.norm.weight"] = torch.ones(width).bfloat16()
+        draw(f"{name}.wkv.weight", rows, hidden)
+        draw(f"{name}.wgate.weight", rows, hidden)
+
+    def mix(name: str, rows: int, scales: int) -> None:
+        draw(f"{name}_fn", rows, streams * hidden)
+        weights[f"{name}_base"], weights[f"{name}_scale"] = torch.zeros(rows), torch.ones(scales)
+
+    hidden, streams, heads = config["hidden_size"], config["hc_mult"], config["num_attention_heads"]
+    width, queries, experts = config["head_dim"], config["q_lora_rank"], config["n_routed_experts"]
+    outputs = config["o_groups"] * config["o_lora_rank"]
+    weights["embed.weight"] = torch.randn((config["vocab_size"], hidden), generator=made).bfloat16()
+    draw("head.weight", config["vocab_size"], hidden, 3.0)
+    weights["norm.weight"] = torch.ones(hidden).bfloat16()
+    mix("hc_head", streams, 1)
+    for number in range(config["num_hidden_layers"]):
+        layer, ratio = f"layers.{number}", config["compress_ratios"][number]
+        attn, ffn = f"{layer}.attn", f"{layer}.ffn"
+        for part in ("attn", "ffn"):
+            weights[f"{layer}.{part}_norm.weight"] = torch.ones(hidden).bfloat16()
+            mix(f"{layer}.hc_{part}", (2 + streams) * streams, 3)
+        weights[f"{attn}.attn_sink"] = torch.zeros(heads)
+        weights[f"{attn}.q_norm.weight"] = torch.ones(queries).bfloat16()
+        weights[f"{attn}.kv_norm.weight"] = torch.ones(width).bfloat16()
+        draw(f"{attn}.wq_a.weight", queries, hidden)
+        draw(f"{attn}.wq_b.weight", heads * width, queries)
+        draw(f"{attn}.wkv.weight", width, hidden)
+        draw(f"{attn}.wo_a.weight", outputs, heads * width // config["o_groups"])
+        # So that what is attended to outweighs the last token.
+        draw(f"{attn}.wo_b.weight", hidden, outputs, 20.0)
+        if ratio:
+            compress(f"{attn}.compressor", width, ratio)
+        if ratio == 4:
+            rows, size = config["index_n_heads"], config["index_head_dim"]
+            draw(f"{attn}.indexer.wq_b.weight", rows * size, queries)
+            draw(f"{attn}.indexer.weights_proj.weight", rows, hidden)
+            compress(f"{attn}.indexer.compressor", size, ratio)
+        draw(f"{ffn}.gate.weight", experts, hidden)
+        weights[f"{ffn}.gate.bias"] = torch.zeros(experts)
+        for expert in ("shared_experts", *(f"experts.{one}" for one in range(experts))):
+            for name in ("w1", "w3"):
+                draw(f"{ffn}.{expert}.{name}.weight", config["moe_intermediate_size"], hidden)
+            draw(f"{ffn}.{expert}.w2.weight", hidden, config["moe_intermediate_size"])
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

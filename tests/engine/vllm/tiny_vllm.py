@@ -125,6 +125,52 @@ DEEPSEEK = {
 }
 """Latent attention: each tensor-parallel rank has all of the KV."""
 
+DEEPSEEK_V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "q_lora_rank": 128,
+    "o_lora_rank": 64,
+    "o_groups": 2,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+    "compress_ratios": [0, 4, 128, 4],
+    "compress_rope_theta": 160000.0,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 2048},
+    "index_topk": 512,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "num_hash_layers": 0,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "expert_dtype": "fp8",
+    "num_nextn_predict_layers": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+"""Windows, and states of 4 and of 128 tokens: five KV cache groups, whose blocks have 4 to 256
+tokens and lie in one allocation, each group's in its own way."""
+
 
 class EngineFailed(AssertionError):
     """An engine did not start, or ended before it had answered; the text is its log."""

@@ -9,7 +9,7 @@ import pytest
 
 from spec.chain import LOAD_POLICIES
 from tests.lab.replay.shared_prefix import PREFIX, add, ended, fill, hits
-from tests.support.replay_chains import HYBRID, SLOT, chain_of, cpu, disk, drop_from_disk, names
+from tests.support.replay_chains import DENSE, SLOT, chain_of, cpu, disk, drop_from_disk, names
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import Status
 
@@ -66,15 +66,15 @@ def test_windows_are_whole_before_the_block_that_is_left_out(
 ) -> None:
     """Block 11 of 16 has lost a windowed part, which a load that ends with block 14 reaches."""
     chain = chain_of(disk(tmp_path, "8MiB"), staging=400 * SLOT)
-    one = engine(chain, model=HYBRID, num_blocks=600, drops_last=True)
+    one = engine(chain, model=DENSE, num_blocks=600, drops_last=True)
     hashes = fill(one).block_hashes
     gone = names(one, [hashes[11]], group=1)
     one.close()
     drop_from_disk(tmp_path, gone)
-    two = engine(chain, model=HYBRID, num_blocks=600, drops_last=True)
+    two = engine(chain, model=DENSE, num_blocks=600, drops_last=True)
     request = add(two, 1)
     ended(two, [request])
-    assert request.loaded_tokens == 10 * HYBRID.block_tokens
+    assert request.loaded_tokens == 10 * DENSE.block_tokens
 
 
 def test_requests_at_once_do_not_wait_for_what_they_then_load_themselves(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.replay_chains import (
+    DENSE,
     HYBRID,
     SLOT,
     WINDOWS,
@@ -37,7 +38,7 @@ def expect(engine: ReplayEngine, loaded: int, model: ReplayModel = HYBRID) -> No
     assert request.loaded_tokens == loaded
 
 
-@pytest.mark.parametrize("model", [HYBRID, WINDOWS])
+@pytest.mark.parametrize("model", [DENSE, WINDOWS])
 def test_only_what_windows_reach_is_loaded(
     engine: Callable[..., ReplayEngine], model: ReplayModel
 ) -> None:
@@ -50,6 +51,53 @@ def test_only_what_windows_reach_is_loaded(
     kept = {14: REACH, 7: 2}
     reached = sum(kept[window] for window in model.windows if window is not None)
     assert measured(one, "loaded_blocks", "cpu") == full * 12 + reached
+
+
+def test_what_windows_reach_is_kept_of_prompts_before_the_ends_of_prefixes(
+    engine: Callable[..., ReplayEngine],
+) -> None:
+    """Where a prompt ends, and where it parts from one that was stored: the third that begins alike
+    loads what the first two have in common. Of answers all is kept."""
+    one = engine(chain_of(cpu(128)), model=HYBRID, prefix_caching=False)
+    expect(one, 0)
+    one.settle()
+    stored = 13 + 2 * (REACH + 1)  # windows before the prompt's end, and of the answer
+    assert measured(one, "stored_blocks", "cpu") == stored
+    expect(one, 48)
+    loaded = []
+    for token in range(3):
+        prompt = [*PROMPT[:24], *[token] * 26]
+        request = one.generate(prompt)
+        assert request.output == answer(HYBRID, prompt, 4)
+        loaded.append(request.loaded_tokens)
+        one.settle()
+        stored += 7 + 2 * (REACH + 1) + 2 * REACH * (token == 0)
+        assert measured(one, "stored_blocks", "cpu") == stored
+    assert loaded == [0, 24, 24]
+    turn = [*PROMPT, *answer(HYBRID, PROMPT, 4), 7]
+    assert one.generate(turn).loaded_tokens == 52
+    one.generate(PROMPT[1:49])
+    assert one.generate(PROMPT[1:49]).loaded_tokens == 44, "the last token is always computed"
+
+
+@pytest.mark.parametrize(
+    ("windows", "interval", "loaded", "stored"),
+    [((None, 14), 32, 32, 36), ((None, 14), None, 40, 46), ((14,), 0, 40, 23)],
+    ids=["every 32 tokens", "everywhere", "windows alone"],
+)
+def test_windows_may_be_kept_elsewhere_too(
+    engine: Callable[..., ReplayEngine],
+    windows: tuple[int | None, ...],
+    interval: int | None,
+    loaded: int,
+    stored: int,
+) -> None:
+    model = replace(HYBRID, windows=windows, window_interval=interval)
+    one = engine(chain_of(cpu(128)), model=model, prefix_caching=False)
+    one.generate([*PROMPT, *PROMPT[:40]])
+    one.settle()
+    assert measured(one, "stored_blocks", "cpu") == stored
+    assert one.generate([*PROMPT[:42], *[7] * 8]).loaded_tokens == loaded
 
 
 @pytest.mark.parametrize("windows", [(None,), (14,), (None, 14)])
@@ -80,13 +128,13 @@ def test_a_prefix_ends_before_a_windowed_part_that_is_gone(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:
     """Blocks 3 and 11 of one windowed layer are gone: the first matters to nobody any more."""
-    one = engine(chain_of(disk(tmp_path), staging=STAGING), model=HYBRID)
+    one = engine(chain_of(disk(tmp_path), staging=STAGING), model=DENSE)
     hashes = one.generate(PROMPT).block_hashes
     gone = names(one, [hashes[3], hashes[11]], group=1)
     one.settle()
     one.close()
     drop_from_disk(tmp_path, gone)
-    expect(engine(chain_of(disk(tmp_path), staging=STAGING), model=HYBRID), 44)
+    expect(engine(chain_of(disk(tmp_path), staging=STAGING), model=DENSE), 44)
 
 
 def test_a_request_whose_load_fails_is_recomputed_whole(
@@ -110,7 +158,7 @@ def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:
     fast, slow = disk(tmp_path / "fast", name="fast"), disk(tmp_path / "slow", name="slow")
-    one = engine(chain_of(fast, slow, staging=STAGING), model=HYBRID)
+    one = engine(chain_of(fast, slow, staging=STAGING), model=DENSE)
     hashes = one.generate(PROMPT).block_hashes
     window_parts = names(one, hashes, group=1)
     first_blocks = names(one, hashes[:6])
@@ -118,7 +166,7 @@ def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
     one.close()
     drop_from_disk(tmp_path / "fast", window_parts)
     drop_from_disk(tmp_path / "slow", first_blocks)
-    two = engine(chain_of(fast, slow, load_policy="stitched", staging=STAGING), model=HYBRID)
+    two = engine(chain_of(fast, slow, load_policy="stitched", staging=STAGING), model=DENSE)
     expect(two, 48)
     tokens = {tier: measured(two, "loaded_tokens", tier) for tier in ("fast", "slow")}
     assert tokens == {"fast": (12 - REACH) * 4, "slow": REACH * 4}
@@ -147,9 +195,9 @@ def test_a_tier_may_have_nothing_to_load_of_its_part(
 
 
 def test_a_limit_ends_the_prefix_at_whole_blocks(engine: Callable[..., ReplayEngine]) -> None:
-    one = engine(chain_of(cpu()), model=HYBRID, prefix_caching=False)
+    one = engine(chain_of(cpu()), model=DENSE, prefix_caching=False)
     expect(one, 0)
     limited = one.generate(PROMPT, kv_transfer_params={"kvtiers": {"max_load_tokens": 30}})
     assert limited.loaded_tokens == 28
-    assert limited.output == answer(HYBRID, PROMPT, 4)
+    assert limited.output == answer(DENSE, PROMPT, 4)
     assert not measured(one, "load_failures", "cpu")

@@ -52,12 +52,13 @@ class Stitch(NamedTuple):
     """A prefix in which each block has the child of the highest load priority that holds it.
 
     `stop`: the block behind its last. `looking`: a child that has not answered yet might make it
-    longer.
+    longer. `body`: the block behind the last whose parts without a window are all held.
     """
 
     shares: Shares
     stop: int
     looking: bool
+    body: int
 
 
 def stitched(
@@ -95,6 +96,7 @@ def stitched(
         stop += gap
         if gap < len(wave):
             break
+    body = stop
     if window:
         stop = usable(best, window)
     tail = max(0, stop - window)
@@ -102,7 +104,8 @@ def stitched(
     stretches += _stretches(levels, range(tail, stop), COMPLETE)
     pieces = [(who[0], n) for who, n in stretches] if give is None else give(stretches)
     shares = _shares(pieces, blocks.start)
-    return Stitch(shares, blocks.start + stop, looking and stop < len(blocks))
+    is_looking = looking and stop < len(blocks)
+    return Stitch(shares, blocks.start + stop, is_looking, blocks.start + body)
 
 
 def shared(

@@ -387,6 +387,7 @@ class Chooser:
         found = known.get(asked)
         if found is None:
             found = stitched(self._coverage_of(loaders, question), blocks, self._window)
+            question.request_state.ends.add(found.body)
             if not question.looking:
                 known[asked] = found
         return found

@@ -47,6 +47,7 @@ class RequestState:
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
     which of them. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
     neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
+    `ends`: blocks before which it shares all but windows with what tiers held when they were asked.
     `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
     all parts of its full blocks, as far as they are made, block by block. `tables`: its
     blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
@@ -73,6 +74,7 @@ class RequestState:
     loads: range = NO_BLOCKS
     pieces: dict[int, list[int]] = field(default_factory=dict)
     omitted: tuple[range, ...] = ()
+    ends: set[int] = field(default_factory=set)
     hints: Hints = NO_HINTS
     keys: list[bytes] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()
@@ -165,6 +167,8 @@ class RequestTable:
         self.tenants = tenants or TenantCounts()
         self.generation = generation or Generation()
         self.groups = BlockGroups(engine)
+        # Of windows alone nothing shows where prompts part.
+        self._interval = engine.window_interval if any(self.groups.in_order) else None
         self.step = EngineStep([], set())
         """The step whose orders are being made."""
         self._reader = RequestReader()
@@ -322,6 +326,23 @@ class RequestTable:
         # last token is always computed; its window may reach one token further back. Nor does the
         # block of that token count as one that is found, of which the last is dropped.
         return min(known, (request_state.request.num_tokens - 1) // self.engine.block_tokens)
+
+    def keeps_windows(self, request_state: RequestState, block: int) -> bool:
+        """Whether what windows reach is stored of a block: of answers always, since a next turn
+        begins anywhere; of prompts before the ends of prefixes that are known. Else layers with
+        windows would cost as much as others, of which each prefix needs all.
+
+        vLLM's own cache keeps the same of prompts (its `prefix_cache_retention_interval`).
+        """
+        interval, window = self._interval, self.groups.window
+        tokens = self.engine.block_tokens
+        last = (request_state.request.num_prompt_tokens - 1) // tokens - window
+        return (
+            interval is None
+            or block >= last
+            or any(0 < end - block <= window for end in request_state.ends)
+            or bool(interval and -(block + 1) % (interval // tokens) < window)
+        )
 
     # -- steps -------------------------------------------------------------------------------
 

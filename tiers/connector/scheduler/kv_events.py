@@ -82,14 +82,14 @@ class KVEvents:
     def _run(
         self, request_state: RequestState, group: int, first: int, keys: Sequence[bytes]
     ) -> Run:
-        groups, engine = self._requests.groups, self._requests.engine
+        engine, request = self._requests.engine, request_state.request
         size = engine.kv_groups[group].tokens
         origin, parent = UNKNOWN, None
         if self._describes:
-            origin = engine.describe(request_state.request, first * size, size, len(keys))
+            origin = engine.describe(request, first * size, size, len(keys))
             if first:
-                parent, _ = groups.hash_of(request_state.keys[groups.number(group, first - 1)])
-        block_hash, _ = groups.hash_of(keys[0])
+                parent = bytes(request.block_hashes[first * size // engine.hash_tokens - 1])
+        block_hash, _ = self._requests.groups.hash_of(keys[0])
         return Run(keys, len(block_hash), group, size, parent, origin)
 
     def _announce(self, run: Run, held: bool = True) -> None:

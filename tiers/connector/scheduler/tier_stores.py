@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -95,7 +96,8 @@ def _kept(
         block, part = divmod(number, len(groups))
         if block != at:
             # Its block table as we know it still names what the engine has given away since.
-            at, kept = block, groups.kept(block, before)
+            keeps = requests.keeps_windows(request_state, block)
+            at, kept = block, groups.kept(block, before if keeps else math.inf)
             paged = groups.paged(request_state.tables, block)
         if kept[part] and (paged[part] != NULL_BLOCK or not groups.window):
             kept_numbers.append(number)

@@ -32,6 +32,7 @@ class ReplayModel:
     layers, and all groups share the tensors.
     `forward_seconds`: added to the time that computing a token takes here. `replicated`: all
     ranks have the same KV. `device`: where the tensors are, as PyTorch names it.
+    `window_interval`: see `EngineInfo`.
     """
 
     layers: int = 2
@@ -42,6 +43,7 @@ class ReplayModel:
     forward_seconds: float = 0.0
     replicated: bool = False
     device: str = "cpu"
+    window_interval: int | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -63,6 +65,7 @@ class ReplayModel:
             groups=groups,
             describe=_describe,
             replicated=self.replicated,
+            window_interval=self.window_interval,
         )
 
     def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:
