@@ -22,7 +22,7 @@ REASONS = {
     "out": "its reads are paused, or it was not in the chain",
     "budget": "the request had waited for max_wait",
     "computing": "computing is faster",
-    "short": "it has too little to be of use",
+    "short": "it has too little, or too little of what windows reach, to be of use",
     "above": "another tier serves these blocks",
     "elsewhere": "another connector of the engine serves, or the engine took nothing",
     "nothing": "there was no whole block to load",

@@ -19,18 +19,19 @@ IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 
 
 @pytest.mark.parametrize(
-    ("model", "groups"), [(LLAMA, 1), (GEMMA, 3), (MISTRAL, 1)], ids=["llama", "gemma", "mistral"]
+    ("model", "stored"),
+    [(LLAMA, 18), (GEMMA, 18 + 2 * 3), (MISTRAL, 18)],
+    ids=["llama", "gemma", "mistral"],
 )
 def test_wrong_kv_changes_answers(
     run_vllm: Callable[..., Run],
     tiny_model: Callable[..., Path],
     tmp_path: Path,
     model: dict[str, Any],
-    groups: int,
+    stored: int,
 ) -> None:
-    """Two blocks are exchanged and one bit is flipped, behind all checks."""
+    """Two blocks are exchanged and one bit is flipped, behind all checks; `stored`: of a prompt."""
     folder = str(tmp_path / "disk")
-    stored = 18 * groups
     run = run_vllm(
         PROMPTS * 2,
         [{"type": "disk", "capacity": "64MiB", "path": folder}],
