@@ -279,21 +279,29 @@ def test_an_engine_whose_folder_takes_no_socket_serves(
         control.close()
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 16, 16)])
+@pytest.mark.parametrize(
+    ("windows", "interval", "parts"),
+    [((None,), 0, 1), ((None, 16, 16), None, 3), ((None, 16, 16), 0, 1), ((16,), 0, 1)],
+)
 def test_the_sizes_of_a_chain_are_those_of_all_groups_and_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int | None, ...],
+    interval: int | None,
+    parts: int,
 ) -> None:
-    """Also where a tier did not open."""
+    """Also where a tier did not open. `parts`: of every block that is kept."""
     monkeypatch.setattr(engine_control, "spare_memory", lambda: 1 << 40)
     monkeypatch.setattr(StatusBoard, "store_rates", lambda board, ranks: {"cpu": float(ranks)})
     (tmp_path / "file").touch()
-    chain, model = chain_of(cpu(), disk(tmp_path / "file")), ReplayModel(windows=windows)
+    chain = chain_of(cpu(), disk(tmp_path / "file"))
+    model = ReplayModel(windows=windows, window_interval=interval)
     engine = ReplayEngine(chain, model, num_blocks=30, world_size=2)
     assert engine.connector is not None
     found = Control(chain, engine.connector)._running({})
     block = next(child.block_bytes for child in tiers_of(engine))
-    assert found["kv_bytes_per_token"] == block * len(windows) // model.block_tokens
-    assert found["cache_tokens"] == 30 // len(windows) * model.block_tokens
+    assert found["kv_bytes_per_token"] == block * parts // model.block_tokens
+    assert found["cache_tokens"] == 30 // parts * model.block_tokens
     assert found["store_bytes_per_second"] == {"cpu": 2.0}
     assert found["spare_memory_bytes"] == for_slots(1 << 40)
     engine.close()

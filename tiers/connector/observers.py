@@ -70,7 +70,7 @@ def open_recorder(
 ) -> tuple[TrafficRecorder, ...]:
     if chain.record is None:
         return ()
-    engine, parts = requests.engine, len(requests.groups)
+    engine, parts = requests.engine, requests.groups.parts_kept
     recording = Recording(
         chain.record,
         engine.block_tokens,
@@ -117,7 +117,7 @@ def open_ghosts(
 ) -> tuple[GhostWatcher, ...]:
     if not chain.ghosts:
         return ()
-    engine, parts = requests.engine, len(requests.groups)
+    engine, parts = requests.engine, requests.groups.parts_kept
     ghosts = Ghosts(
         list(_settings(chain)),
         engine.block_tokens,

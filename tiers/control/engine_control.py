@@ -16,6 +16,7 @@ from spec.chain import ChainSpec, ControlSpec, shown_chain
 from tiers.concurrency.executors import close_result, in_background
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.contract.block_groups import BlockGroups
 from tiers.control.change_verbs import ChangeVerbs
 from tiers.control.control_server import (
     ControlServer,
@@ -82,7 +83,7 @@ class Control:
             raise QuestionRefused("chain takes no parameters")
         # No file is read but those of the system, which never hang.
         scheduler, engine = self._scheduler, self._scheduler.engine
-        groups = engine.kv_groups
+        parts = BlockGroups(engine).parts_kept
         opened = (c.block_bytes for c in scheduler.children if isinstance(c, OffloadingScheduler))
         return RunningChain(
             version=version("kvtiers"),
@@ -91,8 +92,8 @@ class Control:
             host=socket.gethostname(),
             pid=os.getpid(),
             block_tokens=engine.block_tokens,
-            kv_bytes_per_token=max(opened, default=0) * len(groups) // engine.block_tokens or None,
-            cache_tokens=engine.num_blocks // len(groups) * groups[0].tokens,
+            kv_bytes_per_token=max(opened, default=0) * parts // engine.block_tokens or None,
+            cache_tokens=engine.num_blocks // parts * engine.block_tokens,
             spare_memory_bytes=for_slots(spare_memory()),
             store_bytes_per_second=self.board.store_rates(engine.world_size),
         ).model_dump(mode="json")
