@@ -50,15 +50,14 @@ def test_two_of_ours_are_children_of_vllms_multi_connector(
 ) -> None:
     """The first is too small for a whole prompt: it must not hide what the other has of it."""
     pair = [tiers(cpu("512KiB")), tiers(disk(tmp_path / "disk"))]
-    run = run_vllm(
-        ONE_BY_ONE * 2, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS
-    )
+    multi = transfer("MultiConnector", pair)
+    run = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=multi, settled=True, **IN_PROCESS)
     assert run.tokens == answers * 2
     assert run.count("disk", "stored_blocks") == 72
     assert run.count("cpu", "stored_blocks") >= 72
     assert sum(run.loaded().values()) == COMPLETE
     assert run.count("tenant (other)", "tenant_loaded_tokens") == COMPLETE, "of both chains"
-    again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS)
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=multi, **IN_PROCESS)
     assert again.tokens == answers
     # vLLM's connector hands on what the first child's workers say alone: the other chain learns of
     # its own with the first step, after the first prompt was looked up.
