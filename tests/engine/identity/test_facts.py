@@ -249,6 +249,12 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "ChunkedLocalAttentionSpec",
         ),
         (
+            "returned experts",
+            [{}],
+            {"enable_return_routed_experts": True},
+            "with --enable-return-routed-experts",
+        ),
+        (
             "windows that are not cached, and computed again",
             [{}, {"kind": "SlidingWindowMLASpec", "prefix_cacheable": False}],
             {},
@@ -269,6 +275,9 @@ def test_what_can_t_be_served_is_named(
         model_config=SimpleNamespace(
             model="org/model",
             is_prefix_caching_supported=more.get("is_prefix_caching_supported", True),
+        ),
+        aux_output_config=SimpleNamespace(
+            enable_return_routed_experts=more.get("enable_return_routed_experts", False)
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=more.get("decode_context_parallel_size", 1),
