@@ -122,9 +122,9 @@ def refuse_model(vllm_config: VllmConfig) -> None:
     for config in (getattr(vllm_config, "aux_output_config", None), model):
         if getattr(config, "enable_return_routed_experts", False):
             raise ValueError(
-                "with --enable-return-routed-experts vLLM ends where a prefix is loaded, or returns "
-                "experts of other tokens: it keeps them beside its own cache alone. Leave it out, "
-                "or start vLLM without kvtiers."
+                "with --enable-return-routed-experts vLLM ends where a prefix is loaded, or "
+                "returns experts of other tokens: it keeps them beside its own cache alone. Leave "
+                "it out, or start vLLM without kvtiers."
             )
     supported = getattr(model, "is_prefix_caching_supported", True)
     if not supported or getattr(model, "is_diffusion", False):
