@@ -250,10 +250,12 @@ def test_a_request_that_begins_is_asked_about_anew() -> None:
     assert halves.ask(waiting)[0] == 0
 
 
-def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room() -> None:
+def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM 0.32 asks such a request before those whose loads are of use, and reserves room for it
     twice where it would be loaded again: neither it nor those may ever be begun. Where there is no
-    room to compute it, they are asked where it waits."""
+    room to compute it, they are asked where it waits. A tier that looks yet is waited for."""
     halves = Halves(cpu_blocks=2 * BLOCKS)
     halves.store(1, BLOCKS)
     waiting = Prompt(1, BLOCKS)
@@ -264,9 +266,14 @@ def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room() -> 
     failed = {*range(len(job.items))}
     ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, failed)})
     halves.hear([ended, OffloadingWorkerMetadata()])
+    pace = halves.chain.children[1].manager.pace  # type: ignore[attr-defined]
+    with monkeypatch.context() as busy:
+        busy.setattr(pace, "take", lambda blocks: 0)
+        assert halves.chain.get_num_new_matched_tokens(waiting, 0)[0] is None, "a tier looks yet"
     assert halves.ask(waiting) == (BLOCKS, {1: [range(BLOCKS)]}), "the other tier has it"
     answers = [halves.chain.get_num_new_matched_tokens(waiting, 0)[0] for _ in range(5)]
-    assert answers == [0, None, 0, None, 0], "there was no room for that, nor to compute it"
+    found = BLOCKS * TOKENS
+    assert answers == [0, None, found, 0, None], "there was no room for that, nor to compute it"
     halves.chain.update_state_after_alloc(waiting, waiting, 0)
 
 

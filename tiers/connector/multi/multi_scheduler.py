@@ -167,12 +167,16 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         request_state = self._requests.of(request)
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
-        elif request_state.in_vain and request_state.is_undecided:
+        elif (
+            request_state.in_vain
+            and request_state.is_undecided
+            and request_state.choice.tokens is not None
+        ):
             # vLLM 0.32 has no room for another load, for which it reserves as much again as for the
             # one in vain; to compute takes less. Where it has no room for that either, it asks
             # nobody behind this request, who may be those that have loaded and hold the room: one
-            # that waits is passed by.
-            choice = PENDING if request_state.choice.tokens == 0 else NO_LOAD
+            # that waits is passed by. Then it is asked about anew.
+            choice = NO_LOAD if request_state.choice.tokens else PENDING
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
             notes.gives_up()
