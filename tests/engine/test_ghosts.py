@@ -10,7 +10,7 @@ import pytest
 
 from spec.errors import SpecError
 from tests.support.clock import Clock, wait_for
-from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, measured
+from tests.support.replay_chains import HYBRID, MODEL, Marked, chain_of, cpu, measured
 from tiers.connector.observers import GhostWatcher
 from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay import ReplayEngine, ReplayModel
@@ -56,6 +56,25 @@ def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> No
     assert measured(engine, "hit_tokens", "cpu") == 0, "the tier itself had nothing, indeed"
     assert "cpu (capacity: 4x) would have 80.0%" in caplog.text
     assert measured(engine, "ghost_hit_ratio", "disk (capacity: 1MiB)") == pytest.approx(0.8)
+
+
+def test_what_windows_reach_takes_room_at_the_ends_of_prefixes_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of three parts that blocks have most are kept of the last few of each prompt."""
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        chain = chain_of(cpu(200), ghosts=GHOSTS[:1])
+        engine = ReplayEngine(chain, HYBRID, prefix_caching=False, now=clock)
+        for _ in range(5):
+            for prompt in range(5):
+                engine.generate([prompt] * (20 * SIZE), max_tokens=1)
+        report(engine, clock, caplog)
+        engine.generate([99], max_tokens=1)
+        engine.settle()
+        engine.close()
+    assert measured(engine, "hit_tokens", "cpu") == 4 * 5 * 19 * SIZE
+    assert measured(engine, "ghost_hit_ratio", "cpu") == pytest.approx(4 / 5)
 
 
 def test_other_adapters_and_generations_are_other_blocks(

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from tests.support.clock import Clock
-from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, drive
+from tests.support.replay_chains import DENSE, HYBRID, MODEL, Marked, chain_of, cpu, drive
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import MediaMark, MediaMarks
 from tiers.lab.replay import ReplayEngine, ReplayModel
@@ -58,6 +58,17 @@ def test_the_trace_has_what_was_asked(tmp_path: Path) -> None:
     assert first.salt is None
     assert salted.salt is not None and salted.salt != "a"
     assert short.blocks == []
+
+
+@pytest.mark.parametrize(("model", "parts"), [(MODEL, 1), (DENSE, 3), (HYBRID, 1)])
+def test_bytes_of_a_token_are_those_that_tiers_keep_of_most(
+    tmp_path: Path, model: ReplayModel, parts: int
+) -> None:
+    """Of windows a tier keeps what is before the ends of prefixes."""
+    with recording(tmp_path / "trace", model=model) as engine:
+        engine.generate(range(4 * SIZE))
+    of_token = model.payload_bytes * parts // SIZE
+    assert open_trace(tmp_path / "trace").header.kv_bytes_per_token == of_token
 
 
 def test_other_adapters_images_and_generations_have_other_ids(
