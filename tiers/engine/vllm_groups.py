@@ -130,7 +130,8 @@ def refuse_model(vllm_config: VllmConfig) -> None:
     if not supported or getattr(model, "is_diffusion", False):
         raise ValueError(
             f"the KV of {model.model} can't be reused: its answers need every token of a prompt "
-            "computed, or its KV depends on later tokens. Start vLLM without kvtiers."
+            "computed, its KV depends on later tokens, or it has no attention. Start vLLM without "
+            "kvtiers."
         )
     _refuse_whole_prompts(vllm_config)
 
@@ -195,8 +196,8 @@ def _kind(spec: Any) -> KVGroup | str:
         if spec.mamba_cache_mode != "align":
             raise ValueError(
                 "kvtiers serves recurrent states of mamba_cache_mode align, not "
-                f"{spec.mamba_cache_mode}. Leave --no-enable-prefix-caching and --mamba-cache-mode "
-                "out."
+                f"{spec.mamba_cache_mode}. Start vLLM with --enable-prefix-caching, and without "
+                "--mamba-cache-mode."
             )
         return KVGroup(spec.block_size, spec.block_size, is_state=True)
     return name

@@ -228,7 +228,7 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "recurrent states without prefix caching",
             [{**STATE, "mamba_cache_mode": "none"}],
             {},
-            "mamba_cache_mode align, not none. Leave --no-enable-prefix-caching",
+            "mamba_cache_mode align, not none. Start vLLM with --enable-prefix-caching",
         ),
         (
             "recurrent states in blocks of another size",
