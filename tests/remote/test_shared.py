@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,24 @@ def test_windows_lie_in_packs_as_full_attention_does(
     assert _loaded(tiers, _prompt(BLOCKS), ranks=ranks) == BLOCKS
     puts, looks, rounds = counted.take()
     assert not puts and looks <= 40 * ranks and rounds == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_windows_before_an_end_are_not_asked_for_elsewhere(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last group alone each block may begin a pack: whoever looks up, loads or stores asks
+    for it. Else every block of the prompt was asked for."""
+    tmp_path.chmod(0o700)
+    tiers, counted = [{"type": "shared", "path": tmp_path}], Counted(monkeypatch)
+    sparse = replace(GEMMA, window_interval=0)
+    assert _loaded(tiers, _prompt(BLOCKS), ranks=ranks, model=sparse) == 0
+    assert counted.take()[0] == len(_packs(tmp_path)) == (8 + 1) * ranks
+    assert _loaded(tiers, _prompt(BLOCKS), ranks=ranks, model=sparse) == BLOCKS
+    puts, looks, _ = counted.take()
+    assert not puts and looks <= 4 * 64 * ranks
+    fork = [_prompt(300, *range(behind, behind + 50)) for behind in range(5000, 5200, 50)]
+    assert [_loaded(tiers, one, ranks=ranks, model=sparse) for one in fork] == [0, 300, 300, 300]
 
 
 def test_a_prompt_that_is_not_there_costs_few_reads_beside_windows(

@@ -61,6 +61,9 @@ class BlockGroups:
         body = sum(self.in_order)
         self.parts_kept = body if body and engine.window_interval is not None else len(self)
         """Parts that are kept of every block of a prompt, not only before its end."""
+        keeps_few = self.parts_kept < len(self) and all(self.in_rows)
+        self.ends = self.window if keeps_few else 0
+        """`window`, where all parts beside those are of windows, which are kept before ends."""
 
     @property
     def is_plain(self) -> bool:

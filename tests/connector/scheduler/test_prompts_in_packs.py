@@ -83,10 +83,15 @@ def manager(store: Packing) -> Iterator[StoreManager]:
 
 
 def _manager(
-    store: TierStore, in_order: Sequence[bool], in_rows: Sequence[bool] = ()
+    store: TierStore, in_order: Sequence[bool], in_rows: Sequence[bool] = (), window: int = 0
 ) -> StoreManager:
     return StoreManager(
-        Guarded(store, "tier"), SPACES, Generation(), in_order=in_order, in_rows=in_rows
+        Guarded(store, "tier"),
+        SPACES,
+        Generation(),
+        in_order=in_order,
+        in_rows=in_rows,
+        window=window,
     )
 
 
@@ -155,6 +160,27 @@ def test_windows_are_prompts_of_their_own_and_states_are_asked_for_one_by_one() 
     assert first is not None and window is not None and state is None
     assert (window.keys[window.at], window.at) == (SPACES[0] + KEYS[16], 1)
     assert window.keys is not first.keys
+
+
+@pytest.mark.parametrize(
+    ("kept", "first"), [((10, 11), [8]), ((3, 4, 10), [8, 0]), ((), [8, 0]), ((0,), [8, 0])]
+)
+def test_windows_are_asked_for_from_the_end_on_until_a_prefix_may_end_there(
+    kept: tuple[int, ...], first: list[int]
+) -> None:
+    """Twelve blocks of two parts, of whose windows two in a row are needed."""
+    store = PackingWindows()
+    store.held = dict.fromkeys(SPACES, 12)
+    store.windows = {space + KEYS[2 * block + 1] for space in SPACES for block in kept}
+    with closing(_manager(store, (True, False), (True, True), window=2)) as made:
+        found = _covered(made, range(24))
+    assert found == [part == 0 or block in kept for block in range(12) for part in range(2)]
+    ends = [12, *first]
+    assert store.asked_for_windows == [
+        [space + KEYS[2 * block + 1] for block in range(start, stop)]
+        for start, stop in zip(first, ends, strict=False)
+        for space in SPACES
+    ]
 
 
 def test_nothing_is_asked_of_windows_behind_a_miss() -> None:

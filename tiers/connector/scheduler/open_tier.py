@@ -175,7 +175,9 @@ class TierOpener:
         try:
             if tier.host_local is None and not is_local and capability(store, Clear) is not None:
                 self._require_one_host(workers)
-            opened = manager = StoreManager(*args, in_order=groups.in_order, in_rows=groups.in_rows)
+            opened = manager = StoreManager(
+                *args, in_order=groups.in_order, in_rows=groups.in_rows, window=groups.ends
+            )
             if self._engine.kv_events:
                 self._stores.append(manager)
             return manager, self._inventory(tier, manager, workers[0].namespace)

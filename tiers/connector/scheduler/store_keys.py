@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, islice, product
 from operator import and_
+from types import MappingProxyType
 from typing import TypeVar
 
+from tiers.contract.block_groups import COMPLETE, NO_WINDOW, usable
 from tiers.contract.generation import Generation, space_of
 from tiers.store import LocalIndex, Packs, PacksWindows, Recent, RecentBlocks, TierStore, capability
 
@@ -51,25 +53,38 @@ class RankKeys:
         return _everywhere(self._store.has, self._spaces(tag if is_ours else b""), keys)
 
     def has_prompts(
-        self, prompts: Sequence[Sequence[bytes]], in_order: Sequence[bool], packed: Sequence[bool]
+        self,
+        prompts: Sequence[Sequence[bytes]],
+        in_order: Sequence[bool],
+        packed: Sequence[bool],
+        window: int = 0,
+        group: int = 1,
     ) -> list[bool]:
         """As `has`, of a store with `Packs`: of the keys of each prompt, one after the other's. Of
         a block's parts (see `BlockGroups`) those that are `in_order` are held before the first that
         some rank misses. So far the others are asked for: of those that are `packed` which blocks
-        of a prompt are there, and for the rest by itself."""
+        of a prompt are there, and for the rest by itself.
+
+        `window`: of the former nearly all blocks but those before ends are nowhere, and each would
+        be asked for. They are asked for from the end on, whole groups of `group` blocks, until so
+        many follow each other that a prefix may end there; 0: all are.
+        """
         size, tag = len(in_order), self._generation.tag
         held = [[False] * len(keys) for keys in prompts]
         counts = [len(keys) // size for keys in prompts]
         spaces = [self._spaces(tag if k and k[0].endswith(tag) else b"") for k in prompts]
         every = list(product(range(len(prompts)), range(size)))
 
-        def place(prompt: int, part: int) -> slice:
-            return slice(part, counts[prompt] * size, size)
+        def place(prompt: int, part: int, blocks: range | None = None) -> slice:
+            blocks = range(counts[prompt]) if blocks is None else blocks
+            return slice(blocks.start * size + part, blocks.stop * size, size)
 
-        def names(some: Sequence[tuple[int, int]]) -> list[list[bytes]]:
-            """Of these parts of prompts, of each rank."""
+        def names(
+            some: Sequence[tuple[int, int]], blocks: Mapping[int, range] = MappingProxyType({})
+        ) -> list[list[bytes]]:
+            """Of these parts of prompts, of each rank. `blocks`: of each prompt; all without."""
             return [
-                [space + key for key in prompts[prompt][place(prompt, part)]]
+                [space + key for key in prompts[prompt][place(prompt, part, blocks.get(prompt))]]
                 for prompt, part in some
                 for space in spaces[prompt]
             ]
@@ -79,9 +94,23 @@ class RankKeys:
             counts[prompt] = min(counts[prompt], *of_ranks)
         for prompt, part in heads:
             held[prompt][place(prompt, part)] = [True] * counts[prompt]
-        windows = [(prompt, part) for prompt, part in every if packed[part] and not in_order[part]]
-        for (prompt, part), rows in self._by_ranks(windows, self._held_blocks(names(windows))):
-            held[prompt][place(prompt, part)] = map(all, zip(*rows, strict=True))
+        windows = [part for part in range(size) if packed[part] and not in_order[part]]
+        stops = {prompt: count for prompt, count in enumerate(counts) if windows and count}
+        far = window + 1 if window else max(counts, default=0)
+        while stops:
+            asked = {
+                i: range(max(0, stop - far) // group * group, stop) for i, stop in stops.items()
+            }
+            some = [(prompt, part) for prompt in asked for part in windows]
+            for (prompt, part), rows in self._by_ranks(some, self._held_blocks(names(some, asked))):
+                held[prompt][place(prompt, part, asked[prompt])] = map(all, zip(*rows, strict=True))
+            stops = {prompt: blocks.start for prompt, blocks in asked.items() if blocks.start}
+            for prompt in [*stops]:
+                parts = [held[prompt][place(prompt, part)] for part in windows]
+                levels = [COMPLETE if all(one) else NO_WINDOW for one in zip(*parts, strict=True)]
+                if usable(levels, window):
+                    del stops[prompt]
+            far *= 4
         alone = [(prompt, part) for prompt, part in every if not packed[part]]
         keys = [key for prompt, part in alone for key in prompts[prompt][place(prompt, part)]]
         of_alone = iter(self.has(keys) if keys else ())

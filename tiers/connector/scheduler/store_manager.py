@@ -132,11 +132,12 @@ class StoreManager(TierManager):
         *,
         in_order: Sequence[bool] = (),
         in_rows: Sequence[bool] = (),
+        window: int = 0,
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
         lookup in flight counts as a miss. `in_order`, `in_rows`: keys that are looked up are those
         of a prompt's blocks, in order and from its first on, and these are the parts of each block
-        (see `BlockGroups`); none: they may be any."""
+        (see `BlockGroups`); none: they may be any. `window`: see `RankKeys.has_prompts`."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._parts = RankKeys(store, namespaces, generation)
@@ -148,7 +149,7 @@ class StoreManager(TierManager):
         self._absent: dict[bytes, None] = {}
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
-        self._in_order, self._in_rows = in_order, in_rows
+        self._in_order, self._in_rows, self._window = in_order, in_rows, window
         self._packed: Sequence[bool] = ()
         self._packs = 0
         self._ask_packs_at = -math.inf
@@ -271,7 +272,8 @@ class StoreManager(TierManager):
             if (remembers := capability(self._store, Remembers)) is not None:
                 remembers.forget()
         if self._packs:
-            held = self._parts.has_prompts(questions, self._in_order, self._packed)
+            args = self._in_order, self._packed, self._window, self._packs
+            held = self._parts.has_prompts(questions, *args)
         else:
             held = self._parts.has(keys)
         self._note_asked(keys, held)
