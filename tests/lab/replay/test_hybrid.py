@@ -100,6 +100,27 @@ def test_windows_may_be_kept_elsewhere_too(
     assert one.generate([*PROMPT[:42], *[7] * 8]).loaded_tokens == loaded
 
 
+def test_a_prompt_that_was_aborted_goes_on_from_where_it_ended(
+    engine: Callable[..., ReplayEngine],
+) -> None:
+    """Who gives up before a long prompt is computed, again and again, has an answer in the end."""
+    model = replace(HYBRID, windows=(None, 14))
+    one = engine(chain_of(cpu(128)), model=model, prefix_caching=False, batch_tokens=8)
+    loaded = []
+    for _ in range(3):
+        request = one.add(PROMPT)
+        while request.num_computed_tokens < request.loaded_tokens + 16:
+            one.step()
+        one.scheduler.abort(request.request_id)
+        one.run()
+        one.settle()
+        loaded.append(request.loaded_tokens)
+    assert loaded == [0, 16, 32]
+    expect(one, 48, model)
+    one.settle()
+    assert measured(one, "stored_blocks", "cpu") == 2 * 13, "each part once"
+
+
 @pytest.mark.parametrize("windows", [(None,), (14,), (None, 14)])
 def test_each_part_of_a_load_is_noted_by_its_block(
     engine: Callable[..., ReplayEngine],

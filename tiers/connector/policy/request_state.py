@@ -475,7 +475,9 @@ class RequestTable:
         if not any(tables):
             return Scheduled(request_state, 0, 0, 0)  # it was preempted
         computed = min(request_state.computed, request.num_computed_tokens, request.num_tokens - 1)
-        return Scheduled(request_state, computed, computed, self._complete(request_state, computed))
+        complete = self._complete(request_state, computed)
+        request_state.ends.add(complete)  # of a prompt that was aborted, too
+        return Scheduled(request_state, computed, computed, complete)
 
     def forget(self, request: Request) -> None:
         """Drop a request that has finished, in all tiers."""

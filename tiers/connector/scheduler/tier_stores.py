@@ -398,6 +398,12 @@ class TierStores:
         self._hints.ended(tier_request)
         last = requests.ended(tier_request.request_state, tables)
         offers = NO_OFFERS
+        groups, waiting = requests.groups, tier_request.refused
+        if groups.ends and 0 < last.after < tier_request.request_state.request.num_prompt_tokens:
+            # Aborted in the midst of its prompt: whoever asks for it again goes on from there.
+            first = max(0, last.complete - groups.ends)
+            tier_request.offered = min(tier_request.offered, first)
+            tier_request.refused = {n: w for n, w in waiting.items() if n < first * len(groups)}
         if self._may_store(tier_request):
             offers = new_offers(requests, tier_request, last)
         if offers.keys:
