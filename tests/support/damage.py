@@ -113,6 +113,11 @@ def damage_all(folder: str) -> None:
     assert damage_blocks(Path(folder), lambda key: True)
 
 
+def read_nothing() -> None:
+    """Let all loads of this process's disk tiers fail."""
+    DiskStore.get = lambda self, blocks: [False] * len(blocks)  # type: ignore[method-assign]
+
+
 def lie(folder: str, exchanged: Sequence[tuple[int, int]], flipped: Sequence[int]) -> None:
     """Let the disk tiers of this process give wrong payloads, behind all checks: of two blocks each
     other's, of one its own with a bit flipped. They are named by their places in

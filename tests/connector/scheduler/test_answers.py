@@ -277,6 +277,31 @@ def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room(
     halves.chain.update_state_after_alloc(waiting, waiting, 0)
 
 
+def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stands_still() -> None:
+    """vLLM 0.32 keeps room free for one whose load was in vain, also where that waits behind."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, BLOCKS)
+    waiting, loading = Prompt(1, BLOCKS), Prompt(1, BLOCKS, 99)
+    assert halves.ask(loading)[0] == halves.ask(waiting)[0] == BLOCKS
+
+    def stand(steps: int = RANKS + 1) -> list[Any]:
+        return [halves.chain.build_connector_meta(Step([], {})) for _ in range(steps)]
+
+    halves.chain.update_state_after_alloc(loading, loading, BLOCKS * TOKENS)
+    (job,) = stand(50)[0].metadata[0].reqs_to_load
+    assert halves.ask(waiting)[0] == BLOCKS, "another's load will make room"
+    ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, set())})
+    halves.hear([ended, OffloadingWorkerMetadata()])
+    stand()
+    assert halves.ask(waiting)[0] == BLOCKS, "steps in flight may make room"
+    stand(1)
+    assert halves.ask(Prompt(1, BLOCKS, 100))[0] == BLOCKS, "it may have room to load"
+    assert halves.ask(waiting)[0] == 0
+    new = NewRequest(waiting.request_id, waiting.get_block_ids(), 0)
+    halves.chain.build_connector_meta(Step([new], {waiting.request_id: TOKENS}))
+    assert halves.ask(waiting)[0] == BLOCKS, "another runs again"
+
+
 def test_what_a_step_completes_of_all_requests_is_asked_for_at_once() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     halves.store(3, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,30 @@ def test_requests_are_preempted_and_aborted_in_too_little_kv(
     for number, tokens in enumerate(run.tokens[0]):
         (expected,) = answers[3 + number % len(CONCURRENT)]
         assert tokens == expected[: len(tokens)], f"request {number}"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.faults
+def test_loads_fail_where_another_comes_first_in_too_little_kv(
+    run_windowed: Callable[..., Run], tmp_path: Path
+) -> None:
+    """vLLM keeps room free for one whose load has failed, also where one of a higher priority is to
+    load, finds none therefore, and is asked again and again."""
+    rng = random.Random(5)
+    shared = documents(2, 200)
+    ranked = []
+    for number in range(12):
+        prompt = shared[number % 2][: rng.choice([100, 200])] + [number + 3] * 20
+        ranked.append((prompt, 8, {"priority": rng.randrange(3)}))
+    pool = {"max_num_seqs": 4, "num_gpu_blocks_override": 28, "max_num_batched_tokens": 256}
+    few = {"scheduling_policy": "priority", "max_model_len": 240, **pool}
+    expected = run_windowed(GEMMA, [[one[:2]] for one in ranked], **few).tokens
+    more = {"abort": 2, "before": {"1": ["read_nothing"]}}
+    run = run_windowed(GEMMA, [ranked, ranked * 2], [disk(tmp_path)], **few, **more)
+    for batch in run.tokens:
+        for number, tokens in enumerate(batch):
+            assert tokens == expected[number % 12][0][: len(tokens)], f"request {number}"
+    assert run.count("disk", "load_failures") > 0
 
 
 @pytest.mark.faults

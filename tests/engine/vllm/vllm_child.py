@@ -73,6 +73,8 @@ class Request(TypedDict, total=False):
     """Its cache salt."""
     embeddings: str
     """The model's weights, whose embeddings of the tokens are sent instead of the tokens."""
+    priority: int
+    """Lower ones first."""
     more: list[list[int]]
     """What an AsyncLLM is sent after its answer, in parts: each is answered."""
 
@@ -222,7 +224,8 @@ def run(job: dict[str, Any]) -> None:
         batch = [(whole(spoken, *one), *one[1:]) for one in batch]
         requests = [(prompt(*one), params(*one)) for one in batch]
         if job.get("abort"):
-            batches.append(with_aborts(llm.llm_engine, requests, job["abort"]))
+            ranks = [one[2]["priority"] if len(one) > 2 else 0 for one in batch]
+            batches.append(with_aborts(llm.llm_engine, requests, job["abort"], ranks))
             continue
         if job.get("preempt"):
             (request,) = requests
@@ -369,7 +372,9 @@ def shown(output: Any) -> dict[str, Any]:
     }
 
 
-def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str, Any]]:
+def with_aborts(
+    engine: Any, requests: list[Any], aborts: int, priorities: Sequence[int]
+) -> list[dict[str, Any]]:
     """Add requests while others run, and abort some; an aborted one shows what it had said."""
     rng = random.Random(0)
     results: dict[str, dict[str, Any]] = {}
@@ -379,8 +384,9 @@ def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str,
     while waiting or engine.has_unfinished_requests():
         for _ in range(rng.randrange(4)):
             if waiting:
-                number, (prompt, params) = waiting.pop(0)
-                names[str(number)] = engine.add_request(str(number), prompt, params) or str(number)
+                number, request = waiting.pop(0)
+                name, rank = str(number), priorities[number]
+                names[name] = engine.add_request(name, *request, priority=rank) or name
         for output in engine.step():
             results[output.request_id] = shown(output)
         for name in [n for n in doomed & names.keys() if rng.random() < 0.1]:

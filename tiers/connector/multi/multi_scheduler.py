@@ -117,6 +117,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         )
         self._as_computed = settings.as_computed
         self._in_pieces: list[RequestState] = []
+        self._stood = 0
+        """Steps in a row that ran nothing and beside which nothing was loading. An engine that can
+        go on has no more of them than steps in flight, at most one more than ranks."""
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
@@ -168,14 +171,14 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
         elif (
-            request_state.in_vain
+            (request_state.in_vain or self._stood > self._requests.engine.world_size + 1)
             and request_state.is_undecided
             and request_state.choice.tokens is not None
         ):
-            # vLLM 0.32 has no room for another load, for which it reserves as much again as for the
-            # one in vain; to compute takes less. Where it has no room for that either, it asks
-            # nobody behind this request, who may be those that have loaded and hold the room: one
-            # that waits is passed by. Then it is asked about anew.
+            # vLLM 0.32 has no room for another load, for which it reserves as much again as for one
+            # in vain, this request's or another's behind it; to compute takes less. Where it has no
+            # room for that either, it asks nobody behind this request, who may be those that have
+            # loaded and hold the room: one that waits is passed by. Then it is asked about anew.
             choice = NO_LOAD if request_state.choice.tokens else PENDING
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
@@ -284,6 +287,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         changes = () if self.changes is None else self.changes.step()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
+        is_loading = any(loader.load_cost.is_loading for loader in self._loaders.values())
+        runs = is_loading or bool(scheduler_output.num_scheduled_tokens)
+        self._stood = 0 if runs else self._stood + 1
         orders = self._agreement.orders(metadata)
         parts = metadata, saves, number, orders, changes, pieces
         return MultiConnectorMetadata(*parts, self.names)
