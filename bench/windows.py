@@ -66,7 +66,7 @@ def serve(prompts: Sequence[Prompt], interval: int | None, slots: int) -> tuple[
         keys = requests.keys(state)
         levels = groups.coverage(manager.coverage(Lookup(), keys, range(len(keys))))
         hits += usable(levels, groups.window)
-        state.ends.add(leading(levels))
+        state.junction = leading(levels)
         kept = [
             block * len(groups) + part
             for block in range(len(prompt))

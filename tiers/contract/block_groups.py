@@ -58,7 +58,7 @@ class BlockGroups:
         # Counted from before the block that is dropped.
         self.window += int(engine.drops_last and self.window > 0)
         """Blocks before the end of a prefix of which every part is needed; 0: no windows."""
-        body = sum(self.in_order)
+        body = sum(self.in_order)  # of windows alone nothing shows where prompts part
         self.parts_kept = body if body and engine.window_interval is not None else len(self)
         """Parts that are kept of every block of a prompt, not only before its end."""
         keeps_few = self.parts_kept < len(self) and all(self.in_rows)

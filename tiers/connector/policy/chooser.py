@@ -387,7 +387,8 @@ class Chooser:
         found = known.get(asked)
         if found is None:
             found = stitched(self._coverage_of(loaders, question), blocks, self._window)
-            question.request_state.ends.add(found.body)
+            # The longest: others' prompts may still be stored while it waits.
+            question.request_state.junction = max(question.request_state.junction, found.body)
             if not question.looking:
                 known[asked] = found
         return found

@@ -47,7 +47,7 @@ class RequestState:
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
     which of them. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
     neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
-    `ends`: blocks before which it shares all but windows with what tiers held when they were asked.
+    `junction`: the block before which it had all but windows in common with what tiers held.
     `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
     all parts of its full blocks, as far as they are made, block by block. `tables`: its
     blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
@@ -74,7 +74,7 @@ class RequestState:
     loads: range = NO_BLOCKS
     pieces: dict[int, list[int]] = field(default_factory=dict)
     omitted: tuple[range, ...] = ()
-    ends: set[int] = field(default_factory=set)
+    junction: int = 0
     hints: Hints = NO_HINTS
     keys: list[bytes] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()
@@ -167,8 +167,8 @@ class RequestTable:
         self.tenants = tenants or TenantCounts()
         self.generation = generation or Generation()
         self.groups = BlockGroups(engine)
-        # Of windows alone nothing shows where prompts part.
-        self._interval = engine.window_interval if any(self.groups.in_order) else None
+        keeps_all = self.groups.parts_kept == len(self.groups)
+        self._interval = None if keeps_all else engine.window_interval
         self.step = EngineStep([], set())
         """The step whose orders are being made."""
         self._reader = RequestReader()
@@ -329,8 +329,8 @@ class RequestTable:
 
     def keeps_windows(self, request_state: RequestState, block: int) -> bool:
         """Whether what windows reach is stored of a block: of answers always, since a next turn
-        begins anywhere; of prompts before the ends of prefixes that are known. Else layers with
-        windows would cost as much as others, of which each prefix needs all.
+        begins anywhere; of prompts before their end, and where they part from others. Else layers
+        with windows would cost as much as others, of which each prefix needs all.
 
         vLLM's own cache keeps the same of prompts (its `prefix_cache_retention_interval`).
         """
@@ -340,7 +340,7 @@ class RequestTable:
         return (
             interval is None
             or block >= last
-            or any(0 < end - block <= window for end in request_state.ends)
+            or 0 < request_state.junction - block <= window
             or bool(interval and -(block + 1) % (interval // tokens) < window)
         )
 
@@ -476,7 +476,7 @@ class RequestTable:
             return Scheduled(request_state, 0, 0, 0)  # it was preempted
         computed = min(request_state.computed, request.num_computed_tokens, request.num_tokens - 1)
         complete = self._complete(request_state, computed)
-        request_state.ends.add(complete)  # of a prompt that was aborted, too
+        request_state.junction = complete  # of a prompt that was aborted
         return Scheduled(request_state, computed, computed, complete)
 
     def forget(self, request: Request) -> None:
