@@ -407,6 +407,18 @@ def test_where_it_can_not_draw_it_says_why(
     assert err == "textual is not installed, which this needs: pip install 'kvtiers[top]'\n"
 
 
+def test_what_comes_while_it_closes_is_drawn_on_no_screen(engine: Engine, tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await shows(pilot, "cpu")
+        assert isinstance(pilot.app, Top)
+        screens, pilot.app._screen_stack[:] = pilot.app.screen_stack, []
+        pilot.app.draw()
+        pilot.app._screen_stack[:] = screens
+
+    with stepping(engine(cpu())):
+        play(tmp_path / "control", script)
+
+
 def test_a_tier_is_paused_by_a_key_that_is_pressed_twice(engine: Engine, tmp_path: Path) -> None:
     running = engine(cpu(), disk(tmp_path / "disk"))
 

@@ -236,7 +236,7 @@ class Top(App[None]):
     def draw(self) -> None:
         """Show what was seen last of the chosen engine. The view's first table takes the keys where
         nothing does, as behind a table that hid."""
-        if self.focused is None:
+        if self.screen_stack and self.focused is None:  # it has no screen while it closes
             (self._tiers if self._views.current == "tiers" else self._last).focus()
         engines = self._engines()
         seen = next((seen for seen in engines if seen.path == self._chosen), None)
