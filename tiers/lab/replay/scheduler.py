@@ -118,6 +118,7 @@ class ReplayScheduler:
         if step.work or self.has_orders:
             for request in self._answering:
                 describe_run(request, step, [], request.num_tokens)
+                step.num_scheduled_tokens[request.request_id] = 0  # it runs, in no time
         return step
 
     def give_orders(self, step: Step) -> None:
