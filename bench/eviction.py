@@ -18,6 +18,7 @@ import argparse
 import heapq
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -148,15 +149,21 @@ def cases(scale: Scale, stack: ExitStack) -> Iterator[Case]:
             )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.eviction", description=__doc__)
+def parser_of(module: str, description: str | None, sizes: Sequence[float]) -> ArgumentParser:
+    """What benches that replay a trace at some sizes take."""
+    parser = ArgumentParser(prog=f"python -m bench.{module}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("trace", nargs="?", type=Path, default=TRACE)
     parser.add_argument("--requests", type=int, help="how many of the trace; default: all")
-    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="percent")
-    parser.add_argument("--step", type=int, help="blocks stored at a time; default: a prompt's")
+    parser.add_argument("--sizes", type=float, nargs="+", default=sizes, help="percent")
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = parser_of("eviction", __doc__, SIZES)
+    parser.add_argument("--step", type=int, help="blocks stored at a time; default: a prompt's")
     options = parser.parse_args(arguments)
     if not options.trace.exists():
         print(f"there is no trace at {options.trace}; name one", file=sys.stderr)

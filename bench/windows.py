@@ -12,15 +12,13 @@ parts count as five. The default trace is the conversation trace of the Mooncake
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench.eviction import STAGING, TRACE, Prompt, prompts_of
+from bench.eviction import STAGING, Prompt, parser_of, prompts_of
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.lookups import Lookup
@@ -99,13 +97,7 @@ def measure(prompts: Sequence[Prompt], sizes: Sequence[float]) -> Iterator[dict[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.windows", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("trace", nargs="?", type=Path, default=TRACE)
-    parser.add_argument("--requests", type=int, help="how many of the trace; default: all")
-    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="percent")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    options = parser.parse_args(arguments)
+    options = parser_of("windows", __doc__, SIZES).parse_args(arguments)
     if not options.trace.exists():
         print(f"there is no trace at {options.trace}; name one", file=sys.stderr)
         return 2
