@@ -18,8 +18,8 @@ import argparse
 import heapq
 import json
 import sys
-from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -160,28 +160,45 @@ def parser_of(module: str, description: str | None, sizes: Sequence[float]) -> A
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = parser_of("eviction", __doc__, SIZES)
-    parser.add_argument("--step", type=int, help="blocks stored at a time; default: a prompt's")
-    options = parser.parse_args(arguments)
+def replayed(
+    options: Namespace,
+    measure: Callable[[Sequence[Prompt]], Iterator[dict[str, Any]]],
+    said: str,
+    columns: str,
+    line: Callable[[dict[str, Any], int], str],
+) -> int:
+    """Print a row of each size, and write all where `options` say; the status. `said`: what a row
+    shows, `columns`: their names, `line`: a row's columns, given how many blocks were asked for."""
     if not options.trace.exists():
         print(f"there is no trace at {options.trace}; name one", file=sys.stderr)
         return 2
     prompts = prompts_of(options.trace, options.requests)
     blocks = sum(map(len, prompts))
-    names = (*POLICIES, "opt")
-    print(f"{len(prompts)} prompts of {blocks} blocks; hits, of opt's in percent")
-    print(f"{'size':>6} {'slots':>7}" + "".join(f"{name:>16}" for name in names))
+    print(f"{len(prompts)} prompts of {blocks} blocks; {said}")
+    print(f"{'size':>6} {'slots':>8}{columns}")
     rows = []
-    for row in measure(prompts, options.sizes, options.step):
+    for row in measure(prompts):
         rows.append(row)
-        hits = (f"{row[n]:>9}{row[n] / max(1, row['opt']):>7.1%}" for n in names)
-        print(f"{row['percent']:>5g}% {row['slots']:>7}" + "".join(hits), flush=True)
+        print(f"{row['percent']:>5g}% {row['slots']:>8}{line(row, blocks)}", flush=True)
     if options.json is not None:
         whole = {"requests": len(prompts), "blocks": blocks, "rows": rows}
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = parser_of("eviction", __doc__, SIZES)
+    parser.add_argument("--step", type=int, help="blocks stored at a time; default: a prompt's")
+    options = parser.parse_args(arguments)
+    names = (*POLICIES, "opt")
+
+    def line(row: dict[str, Any], blocks: int) -> str:
+        return "".join(f"{row[n]:>9}{row[n] / max(1, row['opt']):>7.1%}" for n in names)
+
+    rows = partial(measure, sizes=options.sizes, step=options.step)
+    columns = "".join(f"{name:>16}" for name in names)
+    return replayed(options, rows, "hits, of opt's in percent", columns, line)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ parts count as five. The default trace is the conversation trace of the Mooncake
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from bench.eviction import STAGING, Prompt, parser_of, prompts_of
+from bench.eviction import STAGING, Prompt, parser_of, replayed
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.lookups import Lookup
@@ -98,22 +98,13 @@ def measure(prompts: Sequence[Prompt], sizes: Sequence[float]) -> Iterator[dict[
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = parser_of("windows", __doc__, SIZES).parse_args(arguments)
-    if not options.trace.exists():
-        print(f"there is no trace at {options.trace}; name one", file=sys.stderr)
-        return 2
-    prompts = prompts_of(options.trace, options.requests)
-    blocks = sum(map(len, prompts))
-    print(f"{len(prompts)} prompts of {blocks} blocks; found of them, and parts stored of each")
-    print(f"{'size':>6} {'slots':>8}" + "".join(f"{name:>22}" for name in INTERVALS))
-    rows = []
-    for row in measure(prompts, options.sizes):
-        rows.append(row)
-        shown = (f"{row[n][0] / blocks:>14.1%}{row[n][1] / blocks:>8.2f}" for n in INTERVALS)
-        print(f"{row['percent']:>5g}% {row['slots']:>8}" + "".join(shown), flush=True)
-    if options.json is not None:
-        whole = {"requests": len(prompts), "blocks": blocks, "rows": rows}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    return 0
+
+    def line(row: dict[str, Any], blocks: int) -> str:
+        return "".join(f"{row[n][0] / blocks:>14.1%}{row[n][1] / blocks:>8.2f}" for n in INTERVALS)
+
+    said = "found of them, and parts stored of each"
+    columns = "".join(f"{name:>22}" for name in INTERVALS)
+    return replayed(options, partial(measure, sizes=options.sizes), said, columns, line)
 
 
 if __name__ == "__main__":
