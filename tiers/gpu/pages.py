@@ -57,7 +57,7 @@ def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[
     views = [v for name, cache in kv_caches.items() for v in _pages(name, cache, num_blocks)]
     pages: list[torch.Tensor] = []
     places: list[int] = []
-    # Where pages overlap, those of one block do, or the elements of one tensor would.
+    # Pages that overlap are of one block: else elements of one tensor would overlap.
     for place, view in sorted(enumerate(views), key=lambda one: (one[1].stride(), _start(one[1]))):
         room = _start(view) - _start(pages[-1]) if pages else 0
         if pages and pages[-1].stride() == view.stride() and room < pages[-1].shape[1]:

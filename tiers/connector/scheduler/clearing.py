@@ -6,12 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from functools import partial
 from itertools import groupby, repeat
 from operator import itemgetter
 
-from tiers.concurrency.executors import IoExecutor
+from tiers.concurrency.executors import IoExecutor, is_ending
 from tiers.contract.generation import space_of
 from tiers.store import Clear, TierStore, capability
 
@@ -99,7 +98,7 @@ class Clearing:
 
     def close(self, generation: bytes) -> None:
         """Drop what is to be dropped, the engine's last generation too, as far as time allows."""
-        with suppress(RuntimeError):  # a process that ends without having closed its engine
+        if not is_ending():  # a process that ends without having closed its engine has no threads
             self.clear(generation)
         wait(self._in_flight, self.DEADLINE)
         self._is_closing.set()
