@@ -75,8 +75,6 @@ def test_a_chains_tiers_are_marked(kvtiers: Kvtiers, trace: Path, tmp_path: Path
     assert [line.split("<- ")[1] for line in marked] == ["cpu", "disk (2nd use)"]
     assert marked[0].split()[:2] == ["2MiB", "2"]
     assert ran.err == "redis is not marked: its YAML has no maxmemory\n"
-    ran = kvtiers("curve", trace, "--chain", chain, "--largest", "8MiB")
-    assert "disk is not marked: its size is beyond --largest" in ran.err
 
 
 def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> None:
@@ -87,14 +85,6 @@ def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> 
     assert "blocks of 512 tokens\n" in ran.out
     ran = kvtiers("curve", path, "--kv-bytes-per-token", 131_072)
     assert ran.out.count("131,072 KV bytes") == 1
-    # Of 64 MiB a block.
-    for largest, most in (("2", 2), ("128MiB", 2), ("1MiB", 1)):
-        ran = kvtiers(
-            *("curve", path, "--kv-bytes-per-token", 131_072, "--largest", largest),
-            *("--json", tmp_path / "curve.json"),
-        )
-        shown = json.loads((tmp_path / "curve.json").read_text())
-        assert ran.status == 0 and shown["sizes"][-1]["blocks"] == most
     ran = kvtiers("curve", path, "--chain", path)
     assert ran.status == 2
     (tmp_path / "chain.yaml").write_text(CHAIN)
@@ -121,9 +111,8 @@ def test_what_was_skipped_is_said(kvtiers: Kvtiers, trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--largest", "much"], "--largest much: use one of B, kB"),
         (["--json", "/none/such/out.json"], "/none/such/out.json: its folder is not there"),
-        (["--largest", "0"], "--largest 0: write more than zero"),
+        (["--kv-bytes-per-token", "0"], "Invalid value for '--kv-bytes-per-token'"),
     ],
 )
 def test_what_is_refused(kvtiers: Kvtiers, trace: Path, arguments: list[str], why: str) -> None:

@@ -57,13 +57,6 @@ SkipBadLines = Annotated[
     bool, typer.Option("--skip-bad-lines", help="Count bad lines of the trace and go on.")
 ]
 
-Conversations = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Conversations at a time, where a trace has no times of their beginnings."
-    ),
-]
-
 
 ControlFolder = Annotated[
     Path | None,

@@ -9,12 +9,10 @@ import typer
 
 from tiers.cli.arguments import (
     ChainOption,
-    Conversations,
     JsonFile,
     SkipBadLines,
     TraceFile,
     check_places,
-    parsed,
     refused,
     say_skipped,
     with_bar,
@@ -32,14 +30,6 @@ def curve(
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
     ] = None,
-    largest: Annotated[
-        str | None,
-        typer.Option(
-            help="Ask for no size beyond this one, like 4TB or a number of blocks. It bounds "
-            "memory; unset, every block of the trace is remembered."
-        ),
-    ] = None,
-    conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -54,17 +44,15 @@ def curve(
     from tiers.traces.open_trace import open_trace
 
     check_places(json_file=json_file, keep=[trace, chain_file])
-    opened = open_trace(trace, skip_bad_lines, conversations)
+    opened = open_trace(trace, skip_bad_lines)
     token_bytes = kv_bytes_per_token or opened.header.kv_bytes_per_token
-    report = _measured(opened, chain_file, token_bytes, largest)
+    report = _measured(opened, chain_file, token_bytes)
     typer.echo(_facts(opened, report))
     typer.echo(report.table())
     write_result(json_file, {"trace": str(trace), **report.to_json()})
 
 
-def _measured(
-    trace: Trace, chain_file: Path | None, token_bytes: int | None, largest: str | None
-) -> CurveReport:
+def _measured(trace: Trace, chain_file: Path | None, token_bytes: int | None) -> CurveReport:
     from spec.load import load_chain
     from tiers.tuning.curve import measure
     from tiers.tuning.curve_report import CurveReport, marks_of
@@ -75,35 +63,23 @@ def _measured(
         raise refused(
             "--chain has sizes in bytes: say what a token takes, with --kv-bytes-per-token"
         )
-    bound = None if largest is None else _blocks(largest, block_tokens, token_bytes)
-    curves = measure(with_bar(trace), block_tokens, bound)
+    curves = measure(with_bar(trace), block_tokens)
     say_skipped(trace.summary)
     if not curves.all.references:
         raise refused(f"{trace.paths[0]}: no prompt has a full block of {block_tokens} tokens")
     tiers = () if chain is None else chain.tiers
-    marks, without = marks_of(tiers, block_tokens * (token_bytes or 1), bound)
+    marks, without = marks_of(tiers, block_tokens * (token_bytes or 1))
     for line in without:
         typer.echo(line, err=True)
     return CurveReport(curves, token_bytes, marks)
 
 
-def _blocks(largest: str, block_tokens: int, token_bytes: int | None) -> int:
-    from spec.fields import parse_size
-
-    if largest.isdecimal() and (blocks := parsed("--largest", largest, int)) > 0:
-        return blocks
-    size = parsed("--largest", largest, parse_size)
-    if token_bytes is None:
-        raise refused(f"--largest {largest}: say what a token takes, with --kv-bytes-per-token")
-    return max(1, size // (block_tokens * token_bytes))
-
-
 def _facts(trace: Trace, report: CurveReport) -> str:
     header, curves = trace.header, report.curves
-    distinct = "" if curves.distinct is None else f", {curves.distinct:,} different ones"
     token = "" if report.token_bytes is None else f", {report.token_bytes:,} KV bytes a token"
     return (
         f"{header.format} trace, blocks of {header.block_tokens} tokens{token}\n"
         f"{curves.all.requests:,} requests, {curves.all.tokens:,} prompt tokens, "
-        f"{curves.all.references:,} full blocks{distinct}\n"
+        f"{curves.all.references:,} full blocks, "
+        f"{curves.distinct:,} different ones\n"
     )

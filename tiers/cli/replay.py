@@ -11,7 +11,6 @@ import typer
 
 from tiers.cli.arguments import (
     CHAIN,
-    Conversations,
     JsonFile,
     SkipBadLines,
     TraceFile,
@@ -59,7 +58,6 @@ def replay(
         Path | None,
         typer.Option(help="With --real: a folder for disk tiers. Unset: a temporary one."),
     ] = None,
-    conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -81,7 +79,7 @@ def replay(
     from tiers.tuning.simulation import simulate
 
     try:
-        opened = open_trace(trace, skip_bad_lines, conversations)
+        opened = open_trace(trace, skip_bad_lines)
         size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
         chain, machine = load_chain(chain_file), load_machine(profile)
         if real:

@@ -11,7 +11,6 @@ import typer
 from spec.errors import one_line
 from tiers.cli.arguments import (
     ChainOption,
-    Conversations,
     JsonFile,
     SkipBadLines,
     TraceFile,
@@ -64,7 +63,6 @@ def tune(
         ),
     ] = None,
     processes: Processes = 2,
-    conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
 ) -> None:
     """Search the chain that serves a trace best within a budget, and write its YAML.
@@ -85,8 +83,8 @@ def tune(
     given = load_budget(budget)
     present = None if chain_file is None else load_chain(chain_file)
     try:
-        opened = open_trace(trace, skip_bad_lines, conversations)
-        other = None if judge is None else open_trace(judge, skip_bad_lines, conversations)
+        opened = open_trace(trace, skip_bad_lines)
+        other = None if judge is None else open_trace(judge, skip_bad_lines)
         found = _search(opened, other, given, present, chains, minutes, processes)
     except KVTiersError as error:
         raise refused(error) from None

@@ -46,16 +46,15 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
-    """Yield the lines of a file that are not empty; a `.json` is one line.
+    """Yield the lines of a file that are not empty.
 
     Of a zstd file that is cut off or damaged all before the damage is read, and `summary` says so.
     Raises `TraceError` for a file that can't be read and for a line over `MAX_LINE`.
     """
     number = 0
     rest = b""
-    is_one = path.suffix == ".json"
     for chunk in _chunks(path, summary):
-        lines = [rest + chunk] if is_one or b"\n" not in chunk else (rest + chunk).split(b"\n")
+        lines = [rest + chunk] if b"\n" not in chunk else (rest + chunk).split(b"\n")
         rest = lines.pop()
         for text in lines:
             number += 1
@@ -66,8 +65,8 @@ def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
                 f"{path}:{number + 1}: the line is longer than {MAX_LINE >> 20} MiB; "
                 "a trace has one JSON object a line, which ends with a newline"
             )
-    if is_one or (rest and not rest.isspace()):
-        yield Line(number + 1, rest, is_one)
+    if rest and not rest.isspace():
+        yield Line(number + 1, rest, False)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -146,11 +145,9 @@ Parse = Callable[[dict[str, Any]], T | None]
 `Malformed`."""
 
 
-def read_objects(
-    path: Path, parse: Parse[T], summary: TraceSummary, skip_bad: bool, bad: str = "bad lines"
-) -> Iterator[T]:
+def read_objects(path: Path, parse: Parse[T], summary: TraceSummary, skip_bad: bool) -> Iterator[T]:
     """Yield what `parse` makes of a file's lines. A bad one is a `TraceError` with its place, or is
-    skipped and counted as `bad`; a last line that was cut off is always skipped."""
+    skipped and counted; a last line that was cut off is always skipped."""
     for line in read_lines(path, summary):
         try:
             found = parse(parse_object(line.text))
@@ -159,7 +156,7 @@ def read_objects(
             if not line.is_whole:
                 summary.skip("last lines that were cut off", f"{path}:{line.number}: cut off")
             elif skip_bad:
-                summary.skip(bad, str(placed))
+                summary.skip("bad lines", str(placed))
             else:
                 raise placed from None
         else:
@@ -190,8 +187,9 @@ def whole(found: dict[str, Any], key: str, at_least: int = 0) -> int:
     return value
 
 
-def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
-    """A list of ids: whole numbers from 0 to 2**64 - 1. They may repeat."""
+def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
+    """A list of ids, whole numbers from 0 to 2**64 - 1. They each stand for a block and all before
+    it, so none comes twice in a request."""
     value = _required(found, key)
     if type(value) is not list:
         raise Malformed(f"{key} must be a list of whole numbers, not {shown(value)}")
@@ -202,29 +200,12 @@ def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
         if min(value) < 0 or max(value) >= _MAX_ID:
             wrong = min(value) if min(value) < 0 else max(value)
             raise Malformed(f"{key} must be from 0 to 2**64 - 1, not {shown(wrong)}")
-    return value
-
-
-def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
-    """Ids that each stand for a block and all before it, so none comes twice in a request."""
-    ids = hash_ids(found, key)
-    if len(set(ids)) != len(ids):
-        twice = next(block for block, count in Counter(ids).items() if count > 1)
+    if len(set(value)) != len(value):
+        twice = next(block for block, count in Counter(value).items() if count > 1)
         raise Malformed(
             f"{key} has {twice} twice; an id stands for its block and all blocks before it"
         )
-    return ids
-
-
-def full_blocks(ids: list[int], length: int, size: int) -> list[int]:
-    """The ids of a prompt's full blocks of `size` tokens; a partial last one may have one, too."""
-    blocks = -(-length // size)
-    if len(ids) > blocks:
-        raise Malformed(
-            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
-            f"{blocks} of {size} tokens each"
-        )
-    return ids[: length // size]
+    return value
 
 
 def short_text(found: dict[str, Any], key: str) -> str | None:

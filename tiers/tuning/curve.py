@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from tiers.traces.trace import TraceRequest
 
 INDEX, START, END = range(3)
 SLACK = 1000
-"""Few blocks or requests are not worth dropping or renumbering."""
+"""Few requests are not worth renumbering."""
 _Record = list[int]
 """A request: its index in the tree, and from which to which depth it was the last to touch the
 blocks of its prompt. Later requests take a prompt's blocks from the first on, so it is a range."""
@@ -32,15 +31,11 @@ class PrefixStack:
     It works by runs: neighbours in a prompt that one request touched last are neighbours in the
     stack. The ends of a run are found by galloping, since the request that touched a block last is
     never younger further down a prompt. A Fenwick tree over requests counts the blocks above a run.
-
-    `bound`: a position beyond it is like that of a block never seen. It keeps at most twice as many
-    blocks, 1,000 and a prompt's, and three integers for each request that was the last to touch
-    one. Used by one thread.
+    It keeps all blocks, and three integers for each request that was the last to touch one. Used by
+    one thread.
     """
 
-    def __init__(self, bound: int | None = None) -> None:
-        self._bound = sys.maxsize if bound is None else bound
-        self._most = sys.maxsize if bound is None else 2 * bound + SLACK
+    def __init__(self) -> None:
         self._last: dict[int, _Record] = {}
         self._records: list[_Record] = []
         self._tree = Fenwick()
@@ -62,48 +57,40 @@ class PrefixStack:
         Raises TraceError where it notices that an id stands for a block after two prefixes.
         """
         last, tree, length = self._last.get, self._tree, len(blocks)
-        newest, total, depth, known = len(tree), self._blocks, 0, 0
-        touched = length if at_least is None else min(at_least, length)
+        newest, total, depth = len(tree), self._blocks, 0
         while depth < length and (record := last(blocks[depth])) is not None:
             index, start, stop = record
             if start != depth:
                 raise _no_prefix(blocks[depth])
             end = length if last(blocks[-1]) is record else _run_end(last, blocks, depth, record)
             first = 1 if index == newest else total - tree.up_to(index) + 1
-            if first <= self._bound:
-                known = self._count(first, depth, end, counted)
-                touched = known if known > touched else touched
+            self._count(first, depth, end, counted)
             # The runs further down belong to older requests: taking this one changes none of
             # their positions, which `total` and the tree up to them give.
-            taken_to = end if end < touched else touched
-            if taken_to <= depth:
-                break
-            record[1] = taken_to
-            tree.add(index, depth - taken_to)
-            self._live -= taken_to == stop
-            self._blocks -= taken_to - depth
+            record[1] = end
+            tree.add(index, depth - end)
+            self._live -= end == stop
+            self._blocks -= end - depth
             depth = end
+        touched = length if at_least is None else max(depth, min(at_least, length))
         if depth < touched == length and last(blocks[-1]) is not None:
             raise _no_prefix(blocks[-1])
         if touched:
             self._add(blocks if touched == length else blocks[:touched])
-        return known
+        return depth
 
     def take_changes(self) -> Counter[int]:
         """By position: references there since the last call, less those at the position before."""
         found, self._changes = Counter(self._changes), {}
         return found
 
-    def _count(self, first: int, depth: int, end: int, counted: int | None) -> int:
-        """Count a run's positions up to the bound; return the depth behind them."""
-        behind = known = min(first + end - depth, self._bound + 1)
-        if counted is not None:
-            behind = min(behind, first + counted - depth)
+    def _count(self, first: int, depth: int, end: int, counted: int | None) -> None:
+        """Count a run's positions."""
+        behind = first - depth + (end if counted is None else min(end, counted))
         if first < behind:
             changes = self._changes
             changes[first] = changes.get(first, 0) + 1
             changes[behind] = changes.get(behind, 0) - 1
-        return depth + known - first
 
     def _add(self, blocks: Sequence[int]) -> None:
         """Make a new request the one that touched these blocks last."""
@@ -114,32 +101,14 @@ class PrefixStack:
         self._live += 1
         self._tree.append(len(blocks))
         if len(self._records) > 2 * self._live + SLACK:
-            self._renumber([one for one in self._records if one[START] < one[END]])
-        if len(self._last) > self._most:
-            self._trim()
+            self._renumber()
 
-    def _renumber(self, records: list[_Record]) -> None:
-        """Keep these requests alone, in their order."""
-        self._records = records
-        self._live = len(records)
-        sizes = [one[END] - one[START] for one in records]
-        self._blocks = sum(sizes)
-        self._tree = Fenwick(sizes)
-        for index, record in enumerate(records, 1):
+    def _renumber(self) -> None:
+        """Keep the requests that were the last to touch a block, in their order."""
+        self._records = [one for one in self._records if one[START] < one[END]]
+        self._tree = Fenwick(one[END] - one[START] for one in self._records)
+        for index, record in enumerate(self._records, 1):
             record[INDEX] = index
-
-    def _trim(self) -> None:
-        """Drop the blocks of requests that lie deeper than the bound as a whole."""
-        kept: list[_Record] = []
-        above = 0
-        for record in reversed(self._records):
-            if above >= self._bound:
-                break
-            kept.append(record)
-            above += record[END] - record[START]
-        oldest = kept[-1][INDEX]
-        self._last = {key: one for key, one in self._last.items() if one[INDEX] >= oldest}
-        self._renumber([one for one in reversed(kept) if one[START] < one[END]])
 
 
 def _run_end(
@@ -174,8 +143,6 @@ class HitCurve:
     """Prompt tokens of the requests."""
     references: int
     """Full blocks of their prompts."""
-    largest: int | None
-    """The size up to which it is exact; None: every size."""
     _starts: Sequence[int]
     """Positions from which on the number of references a position changes."""
     _below: Sequence[int]
@@ -184,9 +151,7 @@ class HitCurve:
     """References at each position from there on."""
 
     def hits(self, size: int) -> int:
-        """Blocks served by a cache of `size` blocks. Raises ValueError beyond `largest`."""
-        if self.largest is not None and size > self.largest:
-            raise ValueError(f"the curve ends at {self.largest} blocks")
+        """Blocks served by a cache of `size` blocks."""
         at = bisect_right(self._starts, size) - 1
         if at < 0:
             return 0
@@ -198,7 +163,7 @@ class HitCurve:
 
     @property
     def useful(self) -> int:
-        """The smallest size that serves as much as any larger one (up to `largest`)."""
+        """The smallest size that serves as much as any larger one."""
         return self._starts[-1] - 1 if self._starts else 0
 
 
@@ -211,8 +176,8 @@ class Curves:
     """A block is stored when it is computed for the second time (`store_threshold: 2`)."""
     halves: tuple[HitCurve, HitCurve] | None
     """`all`, of the first and the second half of the requests; the second begins warm."""
-    distinct: int | None
-    """Different blocks, where no bound forbids to know them all."""
+    distinct: int
+    """Different blocks."""
 
 
 @dataclass
@@ -232,7 +197,7 @@ class _Part:
         sums = (self.requests + later.requests, self.tokens + later.tokens)
         return _Part(*sums, self.references + later.references, changes)
 
-    def curve(self, largest: int | None) -> HitCurve:
+    def curve(self) -> HitCurve:
         starts, below, slopes = [], [], []
         slope = count = before = 0
         for position in sorted(self.changes):
@@ -244,7 +209,7 @@ class _Part:
                 starts.append(position)
                 below.append(count)
                 slopes.append(slope)
-        return HitCurve(self.requests, self.tokens, self.references, largest, starts, below, slopes)
+        return HitCurve(self.requests, self.tokens, self.references, starts, below, slopes)
 
 
 class _Parts:
@@ -287,22 +252,10 @@ class _Parts:
         return first, second
 
 
-def measure(
-    requests: Iterable[TraceRequest],
-    block_tokens: int,
-    largest: int | None = None,
-    second_use: bool = True,
-) -> Curves:
+def measure(requests: Iterable[TraceRequest], block_tokens: int, second_use: bool = True) -> Curves:
     """Measure a trace's curves in one pass. Blocks of answers are stored where they were recorded.
-
-    `largest`: the largest size to ask for, in blocks. It bounds memory: to four times as many
-    blocks, each with an integer and a reference to its request, and to the counts of 16 parts, of
-    a number for each position at most. A block's first use is then dropped when as many others were
-    used since; without it all is kept.
-
-    Raises TraceError, from the trace or where ids do not stand for whole prefixes.
-    """
-    every, later = PrefixStack(largest), PrefixStack(largest)
+    Raises TraceError, from the trace or where ids do not stand for whole prefixes."""
+    every, later = PrefixStack(), PrefixStack()
     parts = _Parts()
     for request in requests:
         blocks, prompt = request.blocks, None
@@ -316,8 +269,8 @@ def measure(
     total = first.joined(second)
     return Curves(
         block_tokens,
-        total.curve(largest),
-        replace(total, changes=later.take_changes()).curve(largest) if second_use else None,
-        (first.curve(largest), second.curve(largest)) if second.requests else None,
-        len(every) if largest is None else None,
+        total.curve(),
+        replace(total, changes=later.take_changes()).curve() if second_use else None,
+        (first.curve(), second.curve()) if second.requests else None,
+        len(every),
     )

@@ -134,9 +134,7 @@ class CurveReport:
         yield self._most
 
 
-def marks_of(
-    tiers: Sequence[OffloadingSpec], block_bytes: int, largest: int | None
-) -> tuple[list[TierMark], list[str]]:
+def marks_of(tiers: Sequence[OffloadingSpec], block_bytes: int) -> tuple[list[TierMark], list[str]]:
     """The tiers of a chain by size in blocks, and for each that can't be shown why."""
     marks, without = [], []
     for tier in tiers:
@@ -144,8 +142,6 @@ def marks_of(
         if capacity is None:
             key = size_key(type(tier)) or "capacity"
             without.append(f"{name} is not marked: its YAML has no {key}")
-        elif largest is not None and capacity // block_bytes > largest:
-            without.append(f"{name} is not marked: its size is beyond --largest")
         elif capacity < block_bytes:
             without.append(f"{name} is not marked: a block of {block_bytes} bytes does not fit")
         else:
