@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.clock import wait_for
-from tiers.testing.devices import failing_devices, failing_writes, open_files
-from tiers.testing.limits import Endless, within
+from tiers.testing.devices import Endless, failing_devices, failing_writes, open_files, within
 
 
 def test_an_event_loop_is_woken_while_devices_fail() -> None:

@@ -23,7 +23,7 @@ from tiers.errors import TierRefused, TierUnavailable  # noqa: E402
 from tiers.remote.evictor import Evictor  # noqa: E402
 from tiers.remote.object_spec import ObjectSpec  # noqa: E402
 from tiers.remote.obstore_bucket import ObstoreBucket  # noqa: E402
-from tiers.remote.packs.marks import BucketMarks  # noqa: E402
+from tiers.remote.packs.bucket import BucketMarks  # noqa: E402
 from tiers.remote.packs.pack import name_of  # noqa: E402
 from tiers.testing import Memory, make_key  # noqa: E402
 from tiers.wrappers.guard import Guarded  # noqa: E402

@@ -18,7 +18,7 @@ from tiers.block import NAMESPACE_BYTES  # noqa: E402
 from tiers.errors import TierFull, TierRefused, TierUnavailable, TierUnusable  # noqa: E402
 from tiers.remote import obstore_bucket  # noqa: E402
 from tiers.remote.obstore_bucket import ObstoreBucket, RetryBudget  # noqa: E402
-from tiers.remote.packs.marks import BucketMarks  # noqa: E402
+from tiers.remote.packs.bucket import BucketMarks  # noqa: E402
 from tiers.remote.packs.pack import name_of  # noqa: E402
 from tiers.store import Waiting  # noqa: E402
 from tiers.testing import make_key  # noqa: E402

@@ -31,7 +31,7 @@ from tiers.contract.generation import Generation
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import ReplayRequest
 from tiers.remote.directory_bucket import DirectoryBucket
-from tiers.remote.packs.marks import is_mark
+from tiers.remote.packs.bucket import is_mark
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared_spec import SharedSpec
 from tiers.testing import make_key

@@ -19,8 +19,7 @@ from spec.secret import SecretField
 
 if TYPE_CHECKING:
     from tiers.remote.obstore_bucket import ObstoreBucket
-    from tiers.remote.packs.bucket import Bucket
-    from tiers.remote.packs.marks import BucketMarks
+    from tiers.remote.packs.bucket import Bucket, BucketMarks
     from tiers.remote.packs.pack_store import PackStore
 
 WHAT_WORKS = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
@@ -138,7 +137,7 @@ class ObjectSpec(StoreSpec):
         return self._over(kept, site.payload_bytes)
 
     def marks(self) -> BucketMarks:
-        from tiers.remote.packs.marks import BucketMarks
+        from tiers.remote.packs.bucket import BucketMarks
 
         return BucketMarks(self._bucket(0))
 

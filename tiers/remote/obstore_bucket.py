@@ -25,8 +25,7 @@ from obstore.store import LocalStore, MemoryStore
 from tiers.block import Buffer, after, copy
 from tiers.concurrency.executors import IoExecutor
 from tiers.errors import TierFull, TierNotOpen, TierRefused, TierUnavailable, TierUnusable
-from tiers.remote.packs.bucket import Listed
-from tiers.remote.packs.marks import is_mark
+from tiers.remote.packs.bucket import Listed, is_mark
 from tiers.remote.packs.pack import key_of
 from tiers.store import time_left
 

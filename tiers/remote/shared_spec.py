@@ -13,7 +13,7 @@ from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 
 if TYPE_CHECKING:
-    from tiers.remote.packs.marks import BucketMarks
+    from tiers.remote.packs.bucket import BucketMarks
     from tiers.remote.packs.pack_store import PackStore
 
 
@@ -57,7 +57,7 @@ class SharedSpec(StoreSpec):
 
     def marks(self) -> BucketMarks:
         from tiers.remote.directory_bucket import DirectoryBucket
-        from tiers.remote.packs.marks import BucketMarks
+        from tiers.remote.packs.bucket import BucketMarks
 
         return BucketMarks(DirectoryBucket(self.path))
 

@@ -24,7 +24,7 @@ from tiers.connector.worker.namespace_notes import (
 )
 from tiers.disk.spec import DiskSpec
 from tiers.remote.object_spec import ObjectSpec
-from tiers.remote.packs.marks import BucketMarks
+from tiers.remote.packs.bucket import BucketMarks
 from tiers.remote.shared_spec import SharedSpec
 from tiers.remote.spec import RedisSpec
 

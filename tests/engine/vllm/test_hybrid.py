@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.vllm.tiny_vllm import GEMMA, GEMMA_4, MISTRAL, WINDOW, Run, documents
-from tiers.remote.packs.marks import is_mark
+from tiers.remote.packs.bucket import is_mark
 
 pytestmark = pytest.mark.vllm
 

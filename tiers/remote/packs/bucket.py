@@ -1,4 +1,4 @@
-"""What holds packs: a bucket of an object store, or a directory."""
+"""What holds packs, and marks beside them: a bucket of an object store, or a directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from tiers.block import Buffer
+from tiers.concurrency.executors import IoExecutor
 from tiers.errors import TierRefused
+from tiers.remote.packs.pack import name_of
 
 
 class Listed(NamedTuple):
@@ -49,3 +51,39 @@ class Bucket(Protocol):
 
     def close(self) -> None:
         """Release every resource. Idempotent; calls may be in flight."""
+
+
+_REST = b"mark"
+"""Shorter than what any block's key has behind its namespace."""
+_AT_ONCE = 8
+
+
+def is_mark(name: str) -> bool:
+    """Whether an object with a name of `pack.name_of` is one."""
+    return name.endswith(f"/{_REST.hex()}")
+
+
+class BucketMarks:
+    """`Marks` in a bucket, which they own. Each is a request of its own."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def mark(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            if not self._is_marked(name):  # to read it is a use, by which it is kept
+                self._bucket.put(name_of(name + _REST), [_REST])
+
+    def marked(self, names: Sequence[bytes]) -> list[bool]:
+        executor = IoExecutor(min(_AT_ONCE, len(names)), "marks")
+        try:
+            return [*executor.map(self._is_marked, names)]
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _is_marked(self, name: bytes) -> bool:
+        into = [memoryview(bytearray(len(_REST)))]
+        return self._bucket.read(name_of(name + _REST), 0, into) is not None
+
+    def close(self) -> None:
+        self._bucket.close()
