@@ -103,9 +103,6 @@ def test_what_was_skipped_is_said(kvtiers: Kvtiers, trace: Path) -> None:
     ran = kvtiers("curve", trace)
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith(f"{trace}:102: it is no JSON object")
-    ran = kvtiers("curve", trace, "--skip-bad-lines")
-    assert ran.status == 0
-    assert ran.err.startswith("1 bad lines\n")
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ tiers:
   - {{type: disk, capacity: 1MiB, path: {tmp_path / "not" / "yet"}}}
   - {{type: redis, maxmemory: 1MiB, url: "redis://127.0.0.1", key_prefix: ours}}
 """)
-    present, recording = load_chain(file), open_trace(trace(tmp_path, [(1, 1)]), False)
+    present, recording = load_chain(file), open_trace(trace(tmp_path, [(1, 1)]))
 
     def statvfs(path: Path) -> Any:
         seen.append(path)
@@ -352,7 +352,7 @@ tiers:
     }
     assert [m["limit"] for m in _known(file, present, None, recording)["media"]] == [1 << 20] * 3
     recording.paths[0].write_bytes(encode_header(FileHeader(4, 0.0)))
-    old = open_trace(recording.paths[0], False)
+    old = open_trace(recording.paths[0])
     machine = _known(file, present, asked(*tiers), old)["machine"]
     assert (machine["kv_bytes_per_token"], machine["engine_cache"]) == (7, 700)
     with pytest.raises(typer.Exit):
@@ -395,12 +395,12 @@ def test_only_what_this_engine_recorded_is_read(
     for writer in ("gpu-1-421", "big-gpu-1-42", "gpu-1-142"):
         (folder / f"kvtiers-trace-1700000000000-{writer}.jsonl").write_bytes(content)
     with pytest.raises(typer.Exit):
-        _trace(None, load_chain(file), asked(), file, False)
+        _trace(None, load_chain(file), asked(), file)
     assert "name it to use 3 files of other engines" in capsys.readouterr().err
     ours = [folder / f"kvtiers-trace-170000000000{at}-gpu-1-42.jsonl" for at in range(2)]
     for path in ours:
         path.write_bytes(content)
-    found = _trace(None, load_chain(file), asked(), file, False)
+    found = _trace(None, load_chain(file), asked(), file)
     assert [*found.paths] == ours and "3 files of other engines" in capsys.readouterr().err
 
 

@@ -53,10 +53,6 @@ TraceFile = Annotated[
 ]
 """The path of a trace; `open_trace` refuses what is no trace."""
 
-SkipBadLines = Annotated[
-    bool, typer.Option("--skip-bad-lines", help="Count bad lines of the trace and go on.")
-]
-
 
 ControlFolder = Annotated[
     Path | None,

@@ -10,7 +10,6 @@ import typer
 from tiers.cli.arguments import (
     ChainOption,
     JsonFile,
-    SkipBadLines,
     TraceFile,
     check_places,
     refused,
@@ -30,7 +29,6 @@ def curve(
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
     ] = None,
-    skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,
 ) -> None:
     """Measure which part of a trace's blocks a cache would have served, for every size.
@@ -44,7 +42,7 @@ def curve(
     from tiers.traces.open_trace import open_trace
 
     check_places(json_file=json_file, keep=[trace, chain_file])
-    opened = open_trace(trace, skip_bad_lines)
+    opened = open_trace(trace)
     token_bytes = kv_bytes_per_token or opened.header.kv_bytes_per_token
     report = _measured(opened, chain_file, token_bytes)
     typer.echo(_facts(opened, report))

@@ -14,7 +14,6 @@ from tiers.cli.arguments import (
     ControlFolder,
     EngineName,
     JsonFile,
-    SkipBadLines,
     ask_engines,
     bar,
     check_places,
@@ -65,7 +64,6 @@ def recommend(
     chains: Chains = 250,
     minutes: Annotated[float, typer.Option(min=0.01, help="Search for so long at most.")] = 5.0,
     processes: Processes = 2,
-    skip_bad_lines: SkipBadLines = False,
 ) -> None:
     """Advise what to change of a running engine's chain, if anything.
 
@@ -90,7 +88,7 @@ def recommend(
     check_places(output, json_file=json_file, keep=[file, budget])
     present = load_chain(file)
     _check_chain(present, asked, file)
-    trace = _trace(recording, present, asked, file, skip_bad_lines)
+    trace = _trace(recording, present, asked, file)
     requests = _read(trace, asked)
     if (advice := too_few(requests)) is not None:
         typer.echo(f"Record longer: {advice.why}.")
@@ -171,7 +169,6 @@ def _trace(
     present: ChainSpec,
     asked: Asked | None,
     file: Path,
-    skip_bad_lines: bool,
 ) -> Trace:
     """The recording named, or what the engine has recorded since its start."""
     from tiers.traces.open_trace import open_trace
@@ -179,7 +176,7 @@ def _trace(
     from tiers.traces.recorder import writer_name
 
     if recording is not None:
-        return open_trace(recording, skip_bad_lines)
+        return open_trace(recording)
     assert asked is not None, "an engine was"
     if present.record is None:
         raise refused(f"{file}: found no record: add {RECORD}, and recommend after a day")
@@ -197,7 +194,7 @@ def _trace(
             f"name {folder} to use all",
             err=True,
         )
-    return open_recorded(ours, skip_bad_lines)
+    return open_recorded(ours)
 
 
 def _read(trace: Trace, asked: Asked | None) -> list[TraceRequest]:

@@ -12,7 +12,6 @@ import typer
 from tiers.cli.arguments import (
     CHAIN,
     JsonFile,
-    SkipBadLines,
     TraceFile,
     bar,
     check_places,
@@ -58,7 +57,6 @@ def replay(
         Path | None,
         typer.Option(help="With --real: a folder for disk tiers. Unset: a temporary one."),
     ] = None,
-    skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,
 ) -> None:
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting.
@@ -79,7 +77,7 @@ def replay(
     from tiers.tuning.simulation import simulate
 
     try:
-        opened = open_trace(trace, skip_bad_lines)
+        opened = open_trace(trace)
         size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
         chain, machine = load_chain(chain_file), load_machine(profile)
         if real:

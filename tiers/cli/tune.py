@@ -12,7 +12,6 @@ from spec.errors import one_line
 from tiers.cli.arguments import (
     ChainOption,
     JsonFile,
-    SkipBadLines,
     TraceFile,
     bar,
     check_places,
@@ -63,7 +62,6 @@ def tune(
         ),
     ] = None,
     processes: Processes = 2,
-    skip_bad_lines: SkipBadLines = False,
 ) -> None:
     """Search the chain that serves a trace best within a budget, and write its YAML.
 
@@ -83,8 +81,8 @@ def tune(
     given = load_budget(budget)
     present = None if chain_file is None else load_chain(chain_file)
     try:
-        opened = open_trace(trace, skip_bad_lines)
-        other = None if judge is None else open_trace(judge, skip_bad_lines)
+        opened = open_trace(trace)
+        other = None if judge is None else open_trace(judge)
         found = _search(opened, other, given, present, chains, minutes, processes)
     except KVTiersError as error:
         raise refused(error) from None

@@ -145,20 +145,16 @@ Parse = Callable[[dict[str, Any]], T | None]
 `Malformed`."""
 
 
-def read_objects(path: Path, parse: Parse[T], summary: TraceSummary, skip_bad: bool) -> Iterator[T]:
-    """Yield what `parse` makes of a file's lines. A bad one is a `TraceError` with its place, or is
-    skipped and counted; a last line that was cut off is always skipped."""
+def read_objects(path: Path, parse: Parse[T], summary: TraceSummary) -> Iterator[T]:
+    """Yield what `parse` makes of a file's lines, but of a last one that was cut off. Raises
+    `TraceError` for a bad one, with its place."""
     for line in read_lines(path, summary):
         try:
             found = parse(parse_object(line.text))
         except Malformed as error:
-            placed = error.at(path, line.number)
-            if not line.is_whole:
-                summary.skip("last lines that were cut off", f"{path}:{line.number}: cut off")
-            elif skip_bad:
-                summary.skip("bad lines", str(placed))
-            else:
-                raise placed from None
+            if line.is_whole:
+                raise error.at(path, line.number) from None
+            summary.skip("last lines that were cut off", f"{path}:{line.number}: cut off")
         else:
             if found is not None:
                 yield found

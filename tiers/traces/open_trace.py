@@ -29,7 +29,7 @@ _RECORDED = (".jsonl", ".jsonl.zst")
 MOONCAKE_TOKENS = 512
 
 
-def open_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
+def open_trace(path: Path) -> Trace:
     """Open a file, or a folder of recorded files, and return its trace.
 
     Reads the first lines to find the format. Raises `TraceError` for other files.
@@ -39,23 +39,20 @@ def open_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
     if path.is_dir():
         names = sorted(file for file in path.iterdir() if not file.name.startswith("."))
         if recorded := [file for file in names if file.name.endswith(_RECORDED)]:
-            return open_recorded(recorded, skip_bad_lines)
+            return open_recorded(recorded)
         raise TraceError(f"{path}: the folder has no file *{' or *'.join(_RECORDED)}")
     if not path.is_file():
         raise TraceError(f"{path}: it is no file; a trace is read twice, so write it to a file")
     first = _first(path)
     if is_header(first):
-        return open_recorded([path], skip_bad_lines)
+        return open_recorded([path])
     if "hash_ids" not in first or "chat_id" in first:  # Qwen-Bailian's ids are of other blocks
         raise TraceError(
             f"{path}:1: its keys are those of no known format (kvtiers, Mooncake): "
             f"{shown_keys(first)}"
         )
-    return Trace(
-        TraceHeader(MOONCAKE_TOKENS, "Mooncake"),
-        [path],
-        lambda summary: read_objects(path, _mooncake, summary, skip_bad_lines),
-    )
+    header = TraceHeader(MOONCAKE_TOKENS, "Mooncake")
+    return Trace(header, [path], lambda summary: read_objects(path, _mooncake, summary))
 
 
 def _first(path: Path) -> dict[str, Any]:

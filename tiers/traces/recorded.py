@@ -76,7 +76,7 @@ def _line(content: dict[str, object]) -> bytes:
     return json.dumps(known, separators=(",", ":")).encode() + b"\n"
 
 
-def open_recorded(paths: Sequence[Path], skip_bad_lines: bool = False) -> Trace:
+def open_recorded(paths: Sequence[Path]) -> Trace:
     """The trace of these files; raises `TraceError` where they can't be one trace."""
     headers = {path: header for path in paths if (header := _header_of(path)) is not None}
     if not headers:
@@ -99,8 +99,7 @@ def open_recorded(paths: Sequence[Path], skip_bad_lines: bool = False) -> Trace:
         for path in set(paths) - headers.keys():
             summary.skip("files without a whole first line", str(path))
         streams = [
-            _read_files(of_one, first.block_tokens, summary, skip_bad_lines)
-            for of_one in by_writer.values()
+            _read_files(of_one, first.block_tokens, summary) for of_one in by_writer.values()
         ]
         return heapq.merge(*streams, key=attrgetter("timestamp"))
 
@@ -139,7 +138,7 @@ def _header_of(path: Path) -> FileHeader | None:
 
 
 def _read_files(
-    files: list[tuple[Path, float]], block_tokens: int, summary: TraceSummary, skip_bad: bool
+    files: list[tuple[Path, float]], block_tokens: int, summary: TraceSummary
 ) -> Iterator[TraceRequest]:
     """One writer's requests, in the order in which they came. In memory are those that came after
     one that had not ended yet."""
@@ -161,7 +160,7 @@ def _read_files(
         if not path.exists():
             summary.skip("files that were deleted meanwhile", str(path))
             continue
-        for request in read_objects(path, parse, summary, skip_bad):
+        for request in read_objects(path, parse, summary):
             count += 1
             heapq.heappush(waiting, (request.timestamp, count, request))
             while waiting and waiting[0][0] <= since:

@@ -67,8 +67,8 @@ class Trace:
     """Requests in the order of their time. Each iteration reads the files again, as a stream: in
     memory is one line.
 
-    Iterating raises `TraceError` naming file and line, unless it is to skip bad lines. Not for two
-    iterations at once where `summary` matters.
+    Iterating raises `TraceError` naming file and line. Not for two iterations at once where
+    `summary` matters.
     """
 
     def __init__(

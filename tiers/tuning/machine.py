@@ -85,12 +85,6 @@ class TierProfile(BaseModel, frozen=True, extra="forbid"):
     shared_link: bool = Field(
         default=False, description="Whether loads and stores take bandwidth from each other."
     )
-    stored_share: float = Field(
-        default=1.0,
-        gt=0,
-        le=2,
-        description="Bytes stored and sent for each byte of KV, as the tier's codec leaves them.",
-    )
     price_per_gb_month: Price | None = Field(
         default=None, description="Price of a gigabyte (1e9 bytes) of capacity for a month."
     )
@@ -132,7 +126,6 @@ class Machine(BaseModel, frozen=True, extra="forbid"):
     step_tokens: int = Field(
         default=8192, ge=1, description="Tokens of a step at most (--max-num-batched-tokens)."
     )
-    step_overhead: Seconds = Field(default=0.0, description="Seconds that each step takes more.")
     decode_seconds_per_token: Seconds = Field(
         default=0.0, description="Seconds a request runs on for each token of its answer."
     )

@@ -39,7 +39,7 @@ def test_a_redis_tier_has_a_place_of_its_own_alone(tmp_path: Path) -> None:
     tiers = chain(cpu(90), disk(400), {"type": "redis", "url": "redis://nowhere"})
     engine = EngineInfo({"model": "replay"}, SIZE, SIZE, 150, step_tokens=256)
     with ExitStack() as stack:
-        scaled(tiers, machine(), engine, Scale(BLOCK_BYTES, 8 * SIZE), tmp_path, stack)
+        scaled(tiers, engine, Scale(BLOCK_BYTES, 8 * SIZE), tmp_path, stack)
         assert {place.name for place in tmp_path.iterdir()} == {"cpu", "disk"}
 
 
@@ -186,7 +186,7 @@ def test_a_tier_keeps_the_settings_that_no_link_has(tmp_path: Path) -> None:
     engine = EngineInfo({"model": "replay"}, SIZE, SIZE, 150, step_tokens=256)
     scale = Scale(BLOCK_BYTES, 8 * SIZE)
     with ExitStack() as stack:
-        small = scaled(tiers, machine(), engine, scale, tmp_path, stack)
+        small = scaled(tiers, engine, scale, tmp_path, stack)
     (tier,) = linked(small, machine(), scale, Clock())[0].tiers
     assert isinstance(tier, StoreSpec)
     assert (tier.store_threshold, tier.paused, tier.loads_at_once) == (2, "writes", 3)

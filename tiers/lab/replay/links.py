@@ -117,7 +117,7 @@ class Link:
         load_rate: float | None = None,
         store_rate: float | None = None,
     ) -> None:
-        self.block_bytes = block_bytes * profile.stored_share
+        self.block_bytes = block_bytes
         self._load_seconds = self.block_bytes / profile.load_bandwidth
         self._store_seconds = self.block_bytes / profile.store_bandwidth
         self.loads = Direction()

@@ -76,7 +76,7 @@ def _opened(
     )
     with ExitStack() as stack:
         kept = TemporaryDirectory(prefix="kvtiers-replay-", dir=folder)
-        small = scaled(chain, machine, info, scale, Path(stack.enter_context(kept)), stack)
+        small = scaled(chain, info, scale, Path(stack.enter_context(kept)), stack)
         clock = Clock()
         behind, links = linked(small, machine, scale, clock)
         parts = scheduler_parts(behind, info, clock.now)

@@ -32,9 +32,9 @@ class Scale(NamedTuple):
     real_bytes: int
     payload_bytes: int
 
-    def blocks(self, size: float, stored_share: float = 1.0) -> int:
+    def blocks(self, size: float) -> int:
         """The number of blocks in `size` bytes of the trace's world."""
-        return int(size // (self.real_bytes * stored_share))
+        return int(size // self.real_bytes)
 
 
 WITHOUT_TRAFFIC = {"record": None, "explain": None, "ghosts": ()}
@@ -46,31 +46,23 @@ class CannotReplay(KVTiersError):
 
 
 def scaled(
-    chain: ChainSpec,
-    machine: Machine,
-    engine: EngineInfo,
-    scale: Scale,
-    folder: Path,
-    stack: ExitStack,
+    chain: ChainSpec, engine: EngineInfo, scale: Scale, folder: Path, stack: ExitStack
 ) -> ChainSpec:
     """Scale a chain; the operator's folders and servers are left alone. Its tiers get folders in an
     empty one, and a server that is started for each Redis tier ends with the stack.
 
-    Raises SpecError for a tier without a profile in `machine`, CannotReplay for one that can't be
-    moved, NoServer.
+    Raises CannotReplay for a tier that can't be moved, NoServer.
     """
     stride = slot_stride(scale.payload_bytes)
-    tiers = [_tier(tier, machine, scale, folder, stack) for tier in chain.tiers]
+    tiers = [_tier(tier, scale, folder, stack) for tier in chain.tiers]
     hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
     slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
     staging = max(1, slots - hosts) * stride
     return chain.model_copy(update={**WITHOUT_TRAFFIC, "tiers": tuple(tiers), "staging": staging})
 
 
-def _tier(
-    tier: OffloadingSpec, machine: Machine, scale: Scale, folder: Path, stack: ExitStack
-) -> OffloadingSpec:
-    profile, place = machine.profile(tier.tier_name, tier.type), folder / tier.tier_name
+def _tier(tier: OffloadingSpec, scale: Scale, folder: Path, stack: ExitStack) -> OffloadingSpec:
+    place = folder / tier.tier_name
     if isinstance(tier, RedisSpec):
         # By itself, since the path of a socket must be short.
         place = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-")))
@@ -84,20 +76,16 @@ def _tier(
     if tier.max_inflight is not None:
         change["max_inflight"] = scale.blocks(tier.max_inflight) * scale.payload_bytes or 1
     if tier.write_budget is not None:
-        # The limit is on bytes as they are stored; the connector counts whole payloads.
-        share = scale.payload_bytes / scale.real_bytes / profile.stored_share
-        change["write_budget"] = tier.write_budget * share
+        change["write_budget"] = tier.write_budget * scale.payload_bytes / scale.real_bytes
     if isinstance(tier, RedisSpec):
         server = Server(place, {"maxmemory-samples": "10"})
         stack.callback(server.kill)
         if tier.maxmemory is not None:
-            held = scale.blocks(tier.maxmemory, profile.stored_share)
-            server.limit(held, scale.payload_bytes)
+            server.limit(scale.blocks(tier.maxmemory), scale.payload_bytes)
         change["timeout"] = NO_DEADLINE
     capacity = getattr(tier, "capacity", None)
     if isinstance(capacity, int):
-        blocks = max(1, scale.blocks(capacity, profile.stored_share))
-        change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
+        change["capacity"] = max(1, scale.blocks(capacity)) * slot_bytes(scale.payload_bytes)
     return moved(tier, place).model_copy(update=change)
 
 
@@ -117,7 +105,8 @@ def moved(tier: Tier, folder: Path) -> Tier:
 def linked(
     chain: ChainSpec, machine: Machine, scale: Scale, clock: Clock
 ) -> tuple[ChainSpec, dict[str, Link]]:
-    """Put each tier of a scaled chain behind the link of its profile; the links by tier name."""
+    """Put each tier of a scaled chain behind the link of its profile; the links by tier name.
+    Raises SpecError for one without a profile."""
     links: dict[str, Link] = {}
     tiers: list[OffloadingSpec] = []
     for tier in chain.tiers:

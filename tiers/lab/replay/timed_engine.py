@@ -192,7 +192,7 @@ class TimedEngine(ReplayEngine):
             self.end(step)
             return
         tokens = sum(step.num_scheduled_tokens.values())
-        seconds = tokens / self.machine.prefill_rate + self.machine.step_overhead
+        seconds = tokens / self.machine.prefill_rate
         if self._request(step.work[0].request_id).counts:
             self._gpu_busy += seconds
         self._gpu_steps.append(GpuStep(step, now, now + seconds))

@@ -59,9 +59,7 @@ def worth_trying(
     over the requests that are searched."""
     sizes = {}
     for medium in budget.media:
-        stored_share = budget.machine.tiers[medium.type].stored_share
-        least = _least(medium.limit, lambda size, share=stored_share: hit_ratio(int(size / share)))  # type: ignore[misc]
-        top = min(medium.limit, _round(SPARE * least))
+        top = min(medium.limit, _round(SPARE * _least(medium.limit, hit_ratio)))
         halves = [_round(top / 2**half) for half in range(1, HALVES + 1)]
         sizes[medium.type] = (top, *dict.fromkeys(size for size in halves if size < top))
     return sizes
@@ -207,8 +205,7 @@ class Space:
         second than some tier loads."""
         machine = self.budget.machine
         computed = machine.gpus * machine.prefill_rate * machine.kv_bytes_per_token
-        profiles = [machine.tiers[tier.type] for tier in tiers]
-        return any(one.load_bandwidth < computed * one.stored_share for one in profiles)
+        return any(machine.tiers[tier.type].load_bandwidth < computed for tier in tiers)
 
     def _settings(self, chain: SimChain, tier: SimTier) -> Iterator[ChainStep]:
         medium = self.budget.medium(tier.type)

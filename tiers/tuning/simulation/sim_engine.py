@@ -274,7 +274,7 @@ class SimEngine:
             batch, tokens = self._batch()
             if not batch:
                 return
-            seconds = tokens * self._token_seconds + self.machine.step_overhead
+            seconds = tokens * self._token_seconds
             self._gpu_busy += seconds
             self._idle -= 1
             if not self._idle:

@@ -58,10 +58,7 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Simula
     for tier in chain.tiers:
         profile = machine.profile(tier.name, tier.type)
         most = slots if tier.is_host else slots * share
-        blocks = math.inf
-        if tier.capacity is not None:
-            held_bytes = block_bytes * (1 if tier.is_host else profile.stored_share)
-            blocks = int(tier.capacity // held_bytes)
+        blocks = math.inf if tier.capacity is None else tier.capacity // block_bytes
         space = _space(tier, blocks, len(workload.lengths))
         tiers.append(SimulatedTier(tier, profile, block_bytes, most, workload, space))
     stores = [(tier.known, tier.held) for tier in tiers if not tier.spec.is_host]
@@ -130,23 +127,22 @@ def _use(
     block_bytes: int,
 ) -> TierUse:
     profile = machine.profile(tier.name, tier.type)
-    size = block_bytes * profile.stored_share
     stored = after.stored - before.stored
     dropped = max(0, after.dropped - before.dropped)
-    a_day = stored * size / seconds * DAY
+    a_day = stored * block_bytes / seconds * DAY
     return TierUse(
         name=tier.name,
         hit_tokens=after.hit_tokens - before.hit_tokens,
         load_busy=(after.load_busy - before.load_busy) / seconds,
         store_busy=(after.store_busy - before.store_busy) / seconds,
-        loaded_bytes=int((after.loaded - before.loaded) * size),
-        stored_bytes=int(stored * size),
+        loaded_bytes=(after.loaded - before.loaded) * block_bytes,
+        stored_bytes=stored * block_bytes,
         written_bytes_per_day=a_day,
         offered_blocks=stored + dropped,
         dropped_blocks=dropped,
         life_years=profile.life_years(a_day, tier.write_budget),
         price_per_month=profile.price(tier.capacity),
-        held_bytes=None if after.held is None else math.ceil(after.held * size),
+        held_bytes=None if after.held is None else math.ceil(after.held * block_bytes),
     )
 
 

@@ -34,12 +34,11 @@ class SimulatedTier:
     ) -> None:
         """`most`: blocks that may be in flight into it, if neither its own limit nor its link is
         lower."""
-        size = block_bytes * profile.stored_share
         rate = min(profile.store_bandwidth, spec.store_rate or math.inf)
         self.spec, self.profile = spec, profile
-        self._load_seconds = size / min(profile.load_bandwidth, spec.load_rate or math.inf)
+        self._load_seconds = block_bytes / min(profile.load_bandwidth, spec.load_rate or math.inf)
         """For each block, as `_store_seconds` is."""
-        self._store_seconds = size / rate
+        self._store_seconds = block_bytes / rate
         self.space = space
         self.held = space.held
         self.known = space.known
@@ -52,8 +51,8 @@ class SimulatedTier:
         if spec.max_inflight is not None:
             self._room = min(self._room, max(1, spec.max_inflight // block_bytes))
         elif not spec.is_host:
-            self._room = min(self._room, max(1, int(QUEUE_SECONDS * rate / size)))
-        self._budget = None if spec.write_budget is None else spec.write_budget / size
+            self._room = min(self._room, max(1, int(QUEUE_SECONDS * rate / block_bytes)))
+        self._budget = None if spec.write_budget is None else spec.write_budget / block_bytes
         """Blocks per second that the write budget admits."""
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
