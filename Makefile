@@ -42,7 +42,7 @@ READY := $(VENV)/.ready-$(ENGINE)
 	gpu-engine gpu-engine-parts lint clean
 
 demo: $(READY)
-	$(BIN)/kvtiers demo $(ARGS)
+	$(BIN)/python -m bench.demo $(ARGS)
 
 # Two at a time: while one waits for a disk, a server or a process that starts, another computes.
 PYTESTS = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m

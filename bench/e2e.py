@@ -288,7 +288,7 @@ def _engine(
 
 def _model(scale: Scale, tiny: bool) -> dict[str, Any]:
     if not (scale.smoke or tiny):
-        from tiers.lab.demo.demo_model import obtain
+        from bench.demo.demo_model import obtain
 
         return {"model": str(obtain())}
     model = engine_models.write_model(scale.folder / "tiny", engine_models.TINY, "float32")

@@ -41,7 +41,6 @@ KNOW_VLLM = {
     "tiers/engine/vllm_secondary_tier.py": "a part of that: a store as a tier of vLLM's",
     "tiers/engine/vllm_hosting.py": "a part of that: whose KV it is",
     "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
-    "tiers/lab/demo/demo_engine.py": "is the user of vLLM in the demo",
 }
 
 
@@ -146,7 +145,6 @@ ROOMS: dict[str, set[str]] = {
     "lab": {
         "tuning",
         "traces",
-        "engine",
         "connector",
         "contract",
         "connector/multi",

@@ -151,7 +151,7 @@ other: 1
 ```
 ```sh
 $ kvtiers validate chain.yaml
-kvtiers demo
+kvtiers top
 vllm serve model \\
   --kv-transfer-config "$(kvtiers config chain.yaml)"
 make demo

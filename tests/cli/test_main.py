@@ -249,7 +249,7 @@ def test_schema_refuses_what_validate_refuses(
 def test_help_names_every_command(kvtiers: Run) -> None:
     status, out, _ = kvtiers("--help")
     assert status == 0 and out.isascii()
-    assert all(f"\n  {command} " in out for command in ("validate", "config", "schema", "demo"))
+    assert all(f"\n  {command} " in out for command in ("validate", "config", "schema", "bench"))
 
 
 def test_version(kvtiers: Run) -> None:

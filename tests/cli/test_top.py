@@ -29,11 +29,10 @@ from tests.cli.test_main import KVTIERS
 from tests.cli.test_status import STATUS, TIER
 from tests.support.changing import changes_of
 from tests.support.replay_chains import cpu, disk
-from tiers.cli import top_screen
+from tiers.cli import arguments, top_screen
 from tiers.cli.top_screen import Top
 from tiers.control.control_server import ControlServer, short_path
 from tiers.control.watch_engines import HANGS, EnginesWatch, Watched
-from tiers.lab import extras
 from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., tuple[int, str, str]]
@@ -401,7 +400,7 @@ def test_where_it_can_not_draw_it_says_why(
 ) -> None:
     status, out, err = kvtiers("top", "--folder", tmp_path)
     assert (status, out) == (2, "") and "use `kvtiers status`" in err
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     status, out, err = kvtiers("top", "--folder", tmp_path)
     assert (status, out) == (1, "")
     assert err == "textual is not installed, which this needs: pip install 'kvtiers[top]'\n"

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import typer
+
+from tiers.errors import KVTiersError
 
 if TYPE_CHECKING:
     from tiers.control.ask_engines import EngineAnswer
@@ -136,6 +139,17 @@ def refused(why: object, status: int = 2) -> typer.Exit:
     """Print the reason for having no result, and return the exit with that status."""
     typer.echo(str(why), err=True)
     return typer.Exit(status)
+
+
+class Missing(KVTiersError):
+    """A package of one of kvtiers' extras is not installed."""
+
+
+def require_extra(package: str, *extras: str) -> None:
+    """Raise Missing, naming the extras that bring it, unless `package` can be imported."""
+    if find_spec(package) is None:
+        install = " or ".join(f"'kvtiers[{extra}]'" for extra in extras)
+        raise Missing(f"{package} is not installed, which this needs: pip install {install}")
 
 
 def parsed(option: str, text: str, parse: Callable[[str], Value]) -> Value:

@@ -20,7 +20,6 @@ from tiers.cli.chain import config, schema, validate
 from tiers.cli.check import check
 from tiers.cli.curve import curve
 from tiers.cli.data import export, gc, import_, inspect, scrub, verify
-from tiers.cli.demo import demo
 from tiers.cli.doctor import doctor
 from tiers.cli.explain import explain
 from tiers.cli.new_tier import new_tier
@@ -35,7 +34,7 @@ from tiers.errors import KVTiersError, TraceError
 COMMANDS = (
     *(validate, config, schema, doctor, status, top, explain, apply),
     *(inspect, verify, scrub, export, import_, gc),
-    *(demo, bench, curve, replay, tune, recommend),
+    *(bench, curve, replay, tune, recommend),
     *(try_, check, new_tier),
 )
 
@@ -68,13 +67,13 @@ def kvtiers(
     """Keep the KV cache of earlier prompts in a chain of tiers: CPU memory, disk, Redis."""
 
 
-def main() -> None:
-    """Run the command line. Any command ends with status 2 for a chain or trace that can't be used,
+def main(commands: typer.Typer = app, name: str = "kvtiers") -> None:
+    """Run a command line. Any command ends with status 2 for a chain or trace that can't be used,
     and with status 1 where else it can't do what it should, with the reason."""
     stdout: Any = None if sys.stdout is None else _UntilUnread(sys.stdout)  # None: it is closed
     try:
         with redirect_stdout(stdout):
-            app(prog_name="kvtiers")
+            commands(prog_name=name)
     except KVTiersError as error:
         typer.echo(str(error), err=True)
         sys.exit(2 if isinstance(error, SpecError | TraceError) else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 
-from tiers.cli.arguments import ControlFolder, EngineName, refused
+from tiers.cli.arguments import ControlFolder, EngineName, refused, require_extra
 
 
 def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
@@ -23,7 +23,6 @@ def top(engine: EngineName = None, folder: ControlFolder = None) -> None:
     """
     from tiers.control.ask_engines import sockets
     from tiers.control.control_server import runtime_folder
-    from tiers.lab.extras import require_extra
 
     require_extra("textual", "top")
     # Textual reads the one and draws on the other.

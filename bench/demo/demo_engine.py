@@ -1,4 +1,4 @@
-"""One engine of the demo, in a process of its own: `python -m tiers.lab.demo.demo_engine`.
+"""One engine of the demo, in a process of its own: `python -m bench.demo.demo_engine`.
 
 Reads an `EngineJob` as JSON from standard input and writes JSON events to standard output, one a
 line: `ready` once the engine is warm, `answered` for each measured prompt, `closed` when the engine

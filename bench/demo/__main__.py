@@ -1,20 +1,26 @@
-"""`kvtiers demo`: watch a prefix come back from every tier of a chain."""
+"""`python -m bench.demo`: watch a prefix come back from every tier of a chain."""
 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 
+from bench.demo import demo_report, run_demo
+from bench.demo.demo_engine import Answered
+from bench.demo.demo_model import obtain
+from bench.demo.demo_plan import DemoPlan, make_plan
 from tiers.cli.arguments import ChainOption, JsonFile, bar, check_places, write_result
+from tiers.cli.main import main
 
-if TYPE_CHECKING:
-    from tiers.lab.demo.demo_engine import Answered
-    from tiers.lab.demo.demo_plan import DemoPlan
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
+@app.command()
 def demo(
     json_file: JsonFile = None,
     model: Annotated[
@@ -30,14 +36,8 @@ def demo(
     Without --chain the tiers are the CPU, a disk and an embedded Valkey.
 
     \b
-    kvtiers demo --model Qwen/Qwen3-0.6B --chain chain.yaml
+    python -m bench.demo --model Qwen/Qwen3-0.6B --chain chain.yaml
     """
-    from contextlib import ExitStack
-    from tempfile import TemporaryDirectory
-
-    from tiers.lab.demo import demo_report, run_demo
-    from tiers.lab.demo.demo_plan import make_plan
-
     check_places(json_file=json_file, keep=[chain_file])
     arguments = _engine_arguments(engine_args)
     with ExitStack() as stack:
@@ -71,9 +71,6 @@ def _engine_arguments(text: str) -> dict[str, Any]:
 def _run(
     plan: DemoPlan, model: str | None, engine_args: dict[str, Any], folder: Path
 ) -> list[Answered]:
-    from tiers.lab.demo import run_demo
-    from tiers.lab.demo.demo_model import obtain
-
     with bar("", run_demo.steps(plan) + 1, -1) as update:
 
         def step(title: str) -> None:
@@ -81,3 +78,7 @@ def _run(
 
         step("the model is fetched and converted, the first time")
         return run_demo.run(plan, model or str(obtain()), engine_args, folder, step)
+
+
+if __name__ == "__main__":
+    main(app, "python -m bench.demo")

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 
-from tiers.lab.demo import demo_model as model
+from bench.demo import demo_model as model
 
 if TYPE_CHECKING:  # else all tests would wait seconds for this import
     from transformers import LlamaForCausalLM

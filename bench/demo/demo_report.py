@@ -9,8 +9,8 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from tiers.lab.demo.demo_engine import Answered
-from tiers.lab.demo.demo_plan import SCENES
+from bench.demo.demo_engine import Answered
+from bench.demo.demo_plan import SCENES
 from tiers.tuning.report import aligned
 
 _COLUMNS = ("phase", "what happened", "prompt", "loaded", "from", "TTFT", "faster", "tokens")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiers.lab.demo import demo_report as report
-from tiers.lab.demo.demo_engine import Answered
+from bench.demo import demo_report as report
+from bench.demo.demo_engine import Answered
 
 SERVING = {"disk": frozenset({"nvme", "spare"})}
 

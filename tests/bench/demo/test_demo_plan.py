@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
+from bench.demo.demo_plan import default_chain, load_prompts, make_plan
 from spec.load import load_chain
 from tiers.disk.spec import DiskSpec
-from tiers.lab.demo.demo_plan import default_chain, load_prompts, make_plan
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
 REDIS = {"type": "redis", "url": "redis://127.0.0.1:1/0", "ttl": "1h"}

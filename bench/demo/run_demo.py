@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
+from bench.demo.demo_engine import Answered, EngineJob
+from bench.demo.demo_plan import DemoPlan, EngineRun, default_chain, load_prompts
+from tiers.cli.arguments import require_extra
 from tiers.engine.plugin import transfer_config
 from tiers.errors import KVTiersError
-from tiers.lab.demo.demo_engine import Answered, EngineJob
-from tiers.lab.demo.demo_plan import DemoPlan, EngineRun, default_chain, load_prompts
-from tiers.lab.extras import require_extra
 from tiers.lab.server import Server
 from tiers.remote.spec import SOCKET
 
@@ -138,7 +138,7 @@ def _run_engine(
 def _start(job: EngineJob, log_file: IO[bytes]) -> subprocess.Popen[str]:
     # A session of its own, so that whatever the engine started can be ended with it.
     process = subprocess.Popen(
-        [sys.executable, "-m", "tiers.lab.demo.demo_engine"],
+        [sys.executable, "-m", "bench.demo.demo_engine"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log_file,

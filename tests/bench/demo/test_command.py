@@ -1,4 +1,4 @@
-"""`kvtiers demo` refuses what it can't run before any engine starts."""
+"""The demo refuses what it can't run before any engine starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "from tiers.cli.main import main; main()", "demo"]
+COMMAND = [sys.executable, "-m", "bench.demo"]
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -124,7 +124,7 @@ class Conversation(NamedTuple):
 
 def load_prompts() -> tuple[Conversation, list[Conversation]]:
     """A short conversation to warm up, and those to measure, of several hundred tokens each."""
-    source = resources.files("tiers.lab.demo") / "conversations.yaml"
+    source = resources.files("bench.demo") / "conversations.yaml"
     loaded = yaml.safe_load(source.read_text(encoding="utf-8"))
     return _conversation(loaded["warm_up"]), list(map(_conversation, loaded["conversations"]))
 
