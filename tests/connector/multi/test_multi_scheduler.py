@@ -22,6 +22,7 @@ from tiers.contract.messages import TransferResults, WorkerHandshake
 from tiers.contract.stats import TierStats
 
 REQUEST = SimpleNamespace(request_id="r", num_tokens=64, block_hashes=[])
+POOL = SimpleNamespace(get_num_free_blocks=lambda: 9)
 FAN_OUT: dict[str, tuple[Any, ...]] = {
     "shutdown": (),
     "register_kv_caches": ({"layer": "kv"},),
@@ -35,8 +36,8 @@ FAN_OUT: dict[str, tuple[Any, ...]] = {
     "unregister_kv_caches": (),
     "restore_kv_caches": (),
     "wait_for_save": (),
-    "bind_kv_cache_manager": ("manager",),
-    "bind_gpu_block_pool": ("pool",),
+    "bind_kv_cache_manager": (SimpleNamespace(block_pool=POOL),),
+    "bind_gpu_block_pool": (POOL,),
     "on_new_request": (REQUEST,),
     "update_connector_output": (SimpleNamespace(kv_connector_worker_meta=None),),
     "request_finished": (REQUEST, [1, 2]),

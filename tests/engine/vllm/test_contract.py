@@ -415,7 +415,7 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
     resets: list[str] = []
     connector: Any = object.__new__(SchedulerHalf)
     connector.children, connector._hears_resets = (), on_reset == "forget"
-    connector.reset_cache = partial(resets.append, "reset")
+    connector.reset_cache, connector._room = partial(resets.append, "reset"), SimpleNamespace()
 
     pool = BlockPool(8, True, 16)
     cache = (

@@ -122,6 +122,22 @@ def test_loads_fail_where_another_comes_first_in_too_little_kv(
     assert run.count("disk", "load_failures") > 0
 
 
+@pytest.mark.timeout(120)
+def test_a_burst_loads_no_more_than_leaves_room_to_compute(
+    run_windowed: Callable[..., Run],
+) -> None:
+    """vLLM keeps no room free for what layers with windows need next: the first to load has 128
+    tokens left, for which the others, who are to be run behind it, would leave too few blocks."""
+    tokens = ((320, 128), (576, 20), (576, 20))
+    leading = [[(LONG[i][0][0][: held + 1], 8)] for i, (held, _) in enumerate(tokens)]
+    burst = [([*LONG[i][0][0][:held], *[7] * left], 8) for i, (held, left) in enumerate(tokens)]
+    few = {"num_gpu_blocks_override": 72, "enable_prefix_caching": False}
+    expected = run_windowed(GEMMA, [[one] for one in burst], **few).tokens
+    run = run_windowed(GEMMA, [*leading, burst], [CPU], settled=True, **few)
+    assert run.tokens[-1] == [answer for (answer,) in expected]
+    assert run.loaded() == {"cpu": 320 + 2 * 576}
+
+
 @pytest.mark.faults
 def test_windows_only(run_windowed: Callable[..., Run], tmp_path: Path) -> None:
     plain = run_windowed(MISTRAL, LONG)

@@ -30,6 +30,7 @@ from tiers.connector.policy.choice import (
     tokens_of_each,
 )
 from tiers.connector.policy.chooser import Chooser, LookupLatency
+from tiers.connector.policy.load_room import LoadRoom
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.request_params import CACHED, KEY, WEIGHTS
 from tiers.connector.policy.request_state import RequestState, RequestTable
@@ -121,6 +122,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         """Steps in a row that ran nothing and beside which nothing was loading. An engine that can
         go on has no more of them than steps in flight, at most one more than ranks."""
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
+        self._room = LoadRoom(requests.engine)
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
         self.changes: Changes | None = None
@@ -189,12 +191,15 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 request_state.wait_budget.looks()
             else:
                 request_state.wait_budget.found()
+                end = num_computed_tokens + choice.tokens
                 if self._sharing and self._sharing.joins(
                     request_state, num_computed_tokens, choice.tokens
                 ):
                     choice = PENDING
                     loader = request_state.awaits
                     notes.joins(loader.request.request_id if loader else "")
+                elif choice.is_async and not self._room.fits(request_state, end):
+                    choice = PENDING
         request_state.choice = choice._replace(computed=num_computed_tokens)
         request_state.is_undecided = True
         return choice.tokens, choice.is_async
@@ -220,6 +225,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self.disable_store(request)
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
+        self._room.ends(request_state)
+        if num_external_tokens and choice.is_async:
+            self._room.begins(request_state, choice.computed + num_external_tokens)
         if num_external_tokens and choice.tokens:
             request_state.wait_budget.loads()
             if self._sharing is not None:
@@ -280,6 +288,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         """All children's orders, and, once, the saves to wait for."""
         self._has_strangers = False
         step = self._requests.begin_step(scheduler_output)
+        self._room.step_begins()
         self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
         pieces = {one.request.request_id: one.pieces for one in self._in_pieces}
@@ -409,6 +418,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         finally:
             if self._sharing is not None and request_state is not None:
                 self._sharing.ends(request_state)
+            if request_state is not None:
+                self._room.ends(request_state)
             self._chooser.gone(request_state)
             try:
                 for observer in self._observers:
@@ -480,9 +491,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             yield {worker: each[index] for worker, each in ours.items() if each[index] is not None}
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._room.free_blocks = kv_cache_manager.block_pool.get_num_free_blocks
         self.for_each(lambda child: child.bind_kv_cache_manager(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._room.free_blocks = gpu_block_pool.get_num_free_blocks
         self.for_each(lambda child: child.bind_gpu_block_pool(gpu_block_pool))
 
     def take_events(self) -> Iterator[Any]:
