@@ -1,4 +1,4 @@
-"""Is there room for another load? In the engine's paged KV, where attention has windows.
+"""May one more request load? Where attention has windows, if all can be computed behind.
 
 vLLM lets a request load while others do if enough blocks stay free for the rest of their prompts.
 Of layers with windows it counts what it has given back as held, and keeps none free (0.29 to 0.33).
