@@ -19,8 +19,8 @@ from spec.registry import tier_class
 from tests.support.plugin_packages import write_package
 from tests.test_readme import blocks
 from tiers.cli.main import app
+from tiers.cli.new_tier import write_tier
 from tiers.lab.try_chain import Seen, try_chain
-from tiers.testing.new_tier import CannotWrite, write_tier
 
 pytestmark = pytest.mark.long
 
@@ -49,8 +49,8 @@ def test_it_is_a_package_whose_type_loads(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["My", "a b", "", "a_b", "-a", "../a", "class"])
 def test_a_name_that_fits_no_package_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CannotWrite, match="write small letters"):
-        write_tier(name, tmp_path / "new")
+    said = CliRunner().invoke(app, ["new-tier", "--folder", str(tmp_path / "new"), "--", name])
+    assert said.exit_code == 2 and "write small letters" in said.output
     assert not (tmp_path / "new").exists()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Ran
-from tiers.tuning.files import CannotWrite, write_json
+from tiers.cli.arguments import CannotWrite, write_json
 
 Kvtiers = Callable[..., Ran]
 KVTIERS = str(Path(sys.executable).parent / "kvtiers")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import CHAIN, bar, check_places, refused
+from tiers.cli.arguments import CHAIN, bar, check_places, refused, write_json
 
 
 def bench(
@@ -35,7 +35,6 @@ def bench(
     from spec.errors import one_of
     from spec.fields import format_number
     from spec.load import load_chain
-    from tiers.tuning.files import write_json
     from tiers.tuning.machine import EXAMPLE, load_machine
 
     if what != "tiers":

@@ -21,6 +21,7 @@ from tiers.cli.arguments import (
     refused,
     say_skipped,
     write_result,
+    write_whole,
 )
 from tiers.cli.tune import INTERRUPTED, Chains, Processes, searched
 
@@ -312,7 +313,6 @@ def _print(
 ) -> None:
     from spec.chain_diff import diff
     from spec.load import parse_chain
-    from tiers.tuning.files import write_whole
     from tiers.tuning.search.advice import comparison
     from tiers.tuning.search.chain_edit import edited
     from tiers.tuning.search.tune_report import as_json

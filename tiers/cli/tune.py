@@ -19,6 +19,7 @@ from tiers.cli.arguments import (
     say_other_model,
     say_skipped,
     write_result,
+    write_whole,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +178,6 @@ def _print_result(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
-    from tiers.tuning.files import write_whole
     from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, too_little, unsearched
 
     chain = as_yaml(found, trace, present, judged_on)

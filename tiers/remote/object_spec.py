@@ -150,8 +150,7 @@ class ObjectSpec(StoreSpec):
         from tiers.errors import TierUnusable
 
         try:
-            from tiers.remote.obstore_bucket import ObstoreBucket
-            from tiers.remote.obstore_client import open_client
+            from tiers.remote.obstore_bucket import ObstoreBucket, open_client
         except ModuleNotFoundError as error:
             raise TierUnusable(f"it needs {error.name}: install kvtiers[object]") from error
         from tiers.remote.packs.pack import PACK_BYTES

@@ -7,10 +7,12 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import (
@@ -20,14 +22,50 @@ from obstore.exceptions import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
+from spec.secret import Secret
 from tiers.block import Buffer, after, copy
 from tiers.concurrency.executors import IoExecutor
 from tiers.errors import TierFull, TierNotOpen, TierRefused, TierUnavailable, TierUnusable
 from tiers.remote.packs.bucket import Listed, is_mark
 from tiers.remote.packs.pack import key_of
 from tiers.store import time_left
+
+_STORES: Mapping[str, Callable[..., Any]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+
+
+def open_client(
+    url: str,
+    config: Mapping[str, str],
+    secrets: Mapping[str, Secret],
+    connect_seconds: float,
+    transfer_seconds: float,
+) -> Any:
+    """Make obstore's store. Reads credentials, connects to nothing. Raises TierUnusable.
+
+    `config`, `secrets`: by obstore's names. `transfer_seconds`: of a request that moves a pack.
+    """
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "file":
+            return LocalStore(parts.path, automatic_cleanup=True, mkdir=True)
+        revealed = {name: secret.reveal() for name, secret in secrets.items()}
+        return _STORES[parts.scheme](
+            parts.netloc,
+            config={**config, **revealed},
+            client_options={
+                "timeout": timedelta(seconds=transfer_seconds),
+                "connect_timeout": timedelta(seconds=connect_seconds),
+                "allow_http": config.get("endpoint", "").startswith("http://"),
+            },
+            retry_config={"max_retries": 0},  # whoever calls it has a budget
+        )
+    except (BaseError, ValueError, OSError) as error:
+        # Not chained, and without a text that may quote a secret.
+        shown = type(error).__name__ if secrets else str(error).partition("\n")[0]
+        raise TierUnusable(f"{url}: the client can't be made: {shown}") from None
+
 
 T = TypeVar("T")
 

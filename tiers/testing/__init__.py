@@ -28,7 +28,6 @@ store; `MemoryStore` is the simplest, and `GivenSpec` makes a tier of one.
 
 from tiers.testing.contract import StoreContract
 from tiers.testing.faulty_stores import (
-    VERBS,
     Faults,
     FaultyStore,
     GivenSpec,
@@ -40,7 +39,6 @@ from tiers.testing.harness import Memory, make_key, payload_of
 from tiers.testing.policy_tests import AdmissionContract, EvictionContract
 
 __all__ = [
-    "VERBS",
     "AdmissionContract",
     "EvictionContract",
     "Faults",

@@ -28,9 +28,6 @@ from tiers.store import (
 
 Answer = TypeVar("Answer")
 
-VERBS = ("has", "put", "get", "drop", "clear", "peek", "touch")
-"""What can be slow or fail."""
-
 
 class MemoryStore:
     """Keeps copies of payloads in a dict, `blocks`, as long as the object lives. Has a LocalIndex.
