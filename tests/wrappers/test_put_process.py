@@ -29,9 +29,19 @@ from typing import Any, cast
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from spec.offloading import StoreContext, StoreSpec
+from spec.offloading import StoreSpec
 from spec.registry import make_tier
 from tests.support.plugin_packages import Install
+from tests.support.puts_apart import (
+    SITE,
+    SIZE,
+    in_the_engine,
+    keys,
+    number,
+    opened,
+    put,
+    spec,
+)
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -72,44 +82,12 @@ from tiers.wrappers.put_process import PutsApart
 
 pytestmark = pytest.mark.long
 
-SIZE = 64 << 10
-SITE = StoreContext(SIZE)
-
-
-def keys(count: int = 3) -> list[bytes]:
-    return [make_key() for _ in range(count)]
-
-
-def put(store: PutsApart, some: Sequence[bytes]) -> list[bool]:
-    return store.put(Memory(some, SIZE).fill().readonly())
-
-
-def spec(path: Path, blocks: int = 200) -> DiskSpec:
-    return DiskSpec(path=path / "kv", capacity=blocks * (SIZE + 4096))
-
-
-def opened(of: StoreSpec) -> PutsApart:
-    """A store whose process, if it has one, is open or has ended."""
-    store = PutsApart(of.open(SITE), of, SITE, "tier")
-    wait_until(lambda: store._process is None or store._process.has_answered())
-    return store
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[PutsApart]:
     made = opened(spec(tmp_path))
     yield made
     made.close()
-
-
-def number(store: PutsApart) -> int:
-    """The process that puts."""
-    assert store._process is not None
-    return store._process.number
-
-
-def in_the_engine(store: PutsApart) -> bool:
-    return store._process is None
 
 
 def test_another_process_puts_what_this_one_finds(
@@ -195,7 +173,7 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
 assert libc.prctl(22, 2, program, 0, 0) == 0, "a filter"
 
-from tests.wrappers.test_put_process import *
+from tests.support.puts_apart import *
 store = opened(spec(Path(PLACE)))
 assert put(store, keys()) == [True] * 3
 assert in_the_engine(store)
@@ -214,7 +192,8 @@ def test_where_the_system_forbids_the_call_the_engine_goes_on(action: str, tmp_p
 
 
 CLOSED = """
-from tests.wrappers.test_put_process import *
+import os
+from tests.support.puts_apart import *
 of = spec(Path(PLACE))
 made = of.open(SITE)
 os.close(0), os.close(1)
@@ -260,19 +239,37 @@ def test_until_it_is_open_the_engine_puts(
     assert not store.puts_here
 
 
+TRIES_OFTEN = """
+from tiers.disk.folder import folder
+from tiers.wrappers import put_server
+folder.LOCK_SECONDS = put_server.RETRY_AFTER = 0.1
+really = put_server.open_for_puts
+def noted(*of):
+    with open(NOTES, "a") as notes:
+        notes.write("tried")
+    return really(*of)
+put_server.open_for_puts = noted
+serve("""
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_folder_whose_lock_another_process_has_is_tried_again(
     opens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that stands still, or many that start at once; and no close waits for that."""
-    of = spec(tmp_path)
+    of, notes = spec(tmp_path), tmp_path / "notes"
+    notes.touch()
+    tries = TRIES_OFTEN.replace("NOTES", repr(str(notes)))
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", tries))
     made = of.open(SITE)
     lock = os.open(of.path / "lock", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     store = PutsApart(made, of, SITE, "tier")
     process = store._process
-    assert process is not None and not process.has_answered(3), "it tries once"
+    assert process is not None
+    wait_until(lambda: notes.read_text().count("tried") > 2 or process.has_answered())
+    assert not process.has_answered(), "it tries once"
     if opens:
         os.close(lock)
         assert process.has_answered(30)
@@ -288,6 +285,8 @@ def test_a_folder_whose_lock_another_process_has_is_tried_again(
 OPENS_LATER = """
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnavailable
+from tiers.wrappers import put_server
+put_server.RETRY_AFTER = 0.1
 really, tries = DiskSpec.open, []
 def late(spec, site):
     tries.append(site)
@@ -353,8 +352,8 @@ def many_files(patch: pytest.MonkeyPatch, place: Path) -> None:
     """More than `select` can take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2000)), hard))
-    for number in range(1100):
-        patch.setattr(sys, f"file_{number}", (place / "file").open("w"), raising=False)
+    for one in range(1100):
+        patch.setattr(sys, f"file_{one}", (place / "file").open("w"), raising=False)
 
 
 @pytest.mark.parametrize("how", [odd_path, odd_folder, many_files])
@@ -618,8 +617,9 @@ if not (forked := os.fork()):
 )
 def test_it_ends_with_an_engine_that_is_killed(there: str, here: str, tmp_path: Path) -> None:
     engine = f"""
-import time
-from tests.wrappers.test_put_process import *
+import os, threading, time
+from tests.support.puts_apart import *
+from tiers.concurrency import beside
 beside._SERVE = beside._SERVE.replace("serve(", {SOON!r}).replace("serve(", {there!r})
 place, forked = Path({str(tmp_path)!r}), 0
 store = opened(spec(place))
