@@ -251,7 +251,7 @@ for n in range(0, 20, 4):
     assert all(put(store, keys(*range(n, n + 4))))
     if n == 8:
         os.sync()  # as the kernel does, given time
-now = store.peek(keys(*range(20)))
+now = store.has(keys(*range(20)))
 assert now == [False] * 4 + [True] * 16
 shutil.copyfile(image, copy)  # what the device has; what the kernel still holds is lost
 store.close()

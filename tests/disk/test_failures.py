@@ -67,7 +67,7 @@ with ThreadPoolExecutor(200) as threads:  # more readers than LMDB had to rememb
     barrier = threading.Barrier(200)
     def read(n):
         barrier.wait()
-        return store.peek(keys(n))
+        return store.has(keys(n))
     list(threads.map(read, range(200)))
 try:
     open_disk(path / "new")
