@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
-from typing import Any, Self
+from types import CodeType, FrameType
+from typing import Self
 
 from spec.chain import LOAD_POLICIES
 from tests.support.replay_chains import chain_of, cpu, disk
@@ -126,14 +126,15 @@ def walk(policy: str) -> tuple[set[Call], set[Call], set[Call], list[str]]:
         stored, _ = calls.of(engine, 0)
         loaded, looked = calls.of(engine, 0)
         engine.close()
-    return looked, stored, loaded, calls.deepest
+    route = [f"{Path(code.co_filename).name}:{code.co_name}" for code in calls.deepest]
+    return looked, stored, loaded, route
 
 
 class Calls:
     """Notes which functions of ours run, on this thread and those begun since."""
 
     def __init__(self) -> None:
-        self.deepest: list[str] = []
+        self.deepest: list[CodeType] = []
         self._called: set[Call] = set()
         self._looked: set[Call] = set()
         self._look_up = MultiScheduler.get_num_new_matched_tokens.__code__
@@ -185,14 +186,13 @@ def pages() -> dict[str, int]:
     return found
 
 
-def _route(frame: FrameType | None, start: Any) -> list[str]:
-    """The frames from one of this code to a frame, both named; none: no such one calls it."""
-    names: list[str] = []
+def _route(frame: FrameType | None, start: CodeType) -> list[CodeType]:
+    """What the frames from one of this code to a frame, both too, run; none: none calls it."""
+    codes: list[CodeType] = []
     while frame is not None:
-        code = frame.f_code
-        names.append(f"{Path(code.co_filename).name}:{code.co_name}")
-        if code is start:
-            return names[::-1]
+        codes.append(frame.f_code)
+        if frame.f_code is start:
+            return codes[::-1]
         frame = frame.f_back
     return []
 
