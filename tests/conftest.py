@@ -71,10 +71,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
 
 
-def pytest_collection_finish() -> None:
-    # Some tests, and the code they test, collect garbage many times. What all tests have is none.
+MANY = 500
+"""Modules: vLLM has more, of hundreds of thousands of objects."""
+_frozen = 0
+
+
+def freeze() -> None:
+    """What all tests have is no garbage: some, and the code they test, look for that many times."""
+    global _frozen
     gc.collect()
     gc.freeze()
+    _frozen = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> Iterator[None]:
+    """What the tests of a file have imported, all after it have, too."""
+    yield
+    if len(sys.modules) > _frozen + MANY:
+        freeze()
 
 
 @pytest.fixture(autouse=True)
