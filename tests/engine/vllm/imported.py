@@ -9,6 +9,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,11 +31,14 @@ class Program:
         env: Mapping[str, str],
         arguments: Sequence[str] = (),
         errors: bool = False,
+        log: Path | None = None,
     ) -> None:
-        """`env`: what it has beside that process's own. `errors`: in its output, too."""
+        """`env`: what it has beside that process's own. `errors`: in its output, too. `log`: a file
+        that its output goes to."""
         (stdin, to_it), (output, stdout), (self._ended, status) = (os.pipe() for _ in range(3))
         theirs = [stdin, stdout, status]
         pipes = [f"/proc/{os.getpid()}/fd/{one}" for one in theirs]
+        pipes[1] = pipes[1] if log is None else str(log)
         job: dict[str, Any] = {"module": module, "arguments": [*arguments], "env": dict(env)}
         with _ASKING:
             self.pid = int(do_job(jobs, {**job, "pipes": pipes, "errors": errors}))
@@ -41,6 +46,20 @@ class Program:
             os.close(one)
         self.stdin, self.stdout = os.fdopen(to_it, "w"), os.fdopen(output, errors="replace")
         self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        with suppress(TimeoutError):
+            self.wait(0)
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, and all that it has begun."""
+        os.killpg(self.pid, signal.SIGKILL)
 
     def communicate(self, given: str) -> str:
         """Send it all of its input; what it printed until it ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,11 @@ PATIENCE = 60.0
 
 
 @pytest.fixture(scope="module")
-def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def served(
+    tiny_llama: Path,
+    vllm_jobs: subprocess.Popen[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[VllmServer]:
     """A server that was asked for four prompts, then for one that its cpu tier still holds, and
     for one that only its disk tier does."""
     folder = tmp_path_factory.mktemp("server")
@@ -48,7 +53,8 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     chain.write_text(
         yaml.safe_dump({"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers})
     )
-    server = VllmServer(tiny_llama, chain, folder / "log", **{"worker-extension-cls": TRAINED})
+    options = {"worker-extension-cls": TRAINED}
+    server = VllmServer(tiny_llama, chain, folder / "log", vllm_jobs, **options)
     try:
         FIRST[:] = [_opened(server)]
         answers = [server.complete(prompt, 8) for prompt in PROMPTS]

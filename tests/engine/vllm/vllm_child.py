@@ -33,6 +33,7 @@ import multiprocessing
 import os
 import random
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -143,6 +144,7 @@ def as_program(job: dict[str, Any], stdin: int, stdout: int, status: int) -> Non
     `errors`: whether they are printed, too."""
     os.setpgid(0, 0)
     if process := os.fork():
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGTERM))
         os.close(stdin)
         os.close(stdout)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

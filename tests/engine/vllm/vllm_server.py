@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tests.engine.vllm.imported import Program
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS
 from tests.support.servers import free_port
 
@@ -33,8 +34,17 @@ SAMPLE = re.compile(r"^(\S+?)\{(.*)\} (\S+)$")
 class VllmServer:
     """A running server; `close` ends it. `events` gathers what it has published."""
 
-    def __init__(self, model: Path, chain: Path, log: Path, **options: Any) -> None:
-        """`options` of the command line by name; None: it takes no value."""
+    def __init__(
+        self,
+        model: Path,
+        chain: Path,
+        log: Path,
+        jobs: subprocess.Popen[str] | None = None,
+        /,
+        **options: Any,
+    ) -> None:
+        """`jobs`: the process that it is a fork of, else it imports all itself. `options` of the
+        command line by name; None: it takes no value."""
         self.model = model
         self._options = options
         self.log = log
@@ -54,19 +64,25 @@ class VllmServer:
             capture_output=True,
             text=True,
         )
+        env = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOG_STATS_INTERVAL": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for resets by HTTP
+        }
+        arguments = self._arguments(config.stdout)
         with log.open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", API_SERVER, *self._arguments(config.stdout)],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "HF_HUB_OFFLINE": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "VLLM_LOG_STATS_INTERVAL": "1",
-                    "VLLM_SERVER_DEV_MODE": "1",  # for resets by HTTP
-                },
+            self._process = (
+                subprocess.Popen(
+                    [sys.executable, "-m", API_SERVER, *arguments],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                )
+                if jobs is None
+                else Program(jobs, API_SERVER, env, arguments, errors=True, log=log)
             )
         self._wait_until_it_answers()
 
@@ -186,7 +202,7 @@ class VllmServer:
         self._process.terminate()
         try:
             self._process.wait(60)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, TimeoutError):
             self._process.kill()
             self._process.wait()
         self._context.term()
