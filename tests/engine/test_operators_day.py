@@ -23,7 +23,7 @@ from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import upkeep
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
-from tiers.wrappers import guard
+from tiers.wrappers import guard, reopening
 
 MakeEngine = Callable[..., ReplayEngine]
 OTHER = """
@@ -167,8 +167,14 @@ def test_a_file_system_smaller_than_the_capacity(
 @pytest.mark.fault
 @pytest.mark.parametrize("how", ["removed", "replaced", "emptied"])
 def test_a_folder_that_goes_while_it_is_open(
-    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+    engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
 ) -> None:
+    monkeypatch.setattr(upkeep, "EVERY_S", 0.1)
+    monkeypatch.setattr(reopening, "RETRY_AFTER", 0.1)
     folder = tmp_path / "disk"
     made = engine(chain_of(disk(folder)), prefix_caching=False)
     serve(made)

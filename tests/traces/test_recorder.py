@@ -32,6 +32,12 @@ BLOCK = 16
 _RANDOM = random.Random(0)
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put is looked for at once."""
+    monkeypatch.setattr(recorder, "POLL_SECONDS", 0.01)
+
+
 def hashes(count: int) -> list[bytes]:
     return [_RANDOM.randbytes(32) for _ in range(count)]
 

@@ -44,6 +44,7 @@ from tiers.disk.folder import clean_close, folder
 from tiers.disk.folder.folder import Folder
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnusable
+from tiers.wrappers import reopening
 from tiers.wrappers.opening import open_guarded
 
 
@@ -90,7 +91,14 @@ def stopped(tmp_path: Path) -> Iterator[tuple[Other, Other]]:
             other.kill()
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that did not open is tried again soon."""
+    monkeypatch.setattr(reopening, "RETRY_AFTER", 0.1)
+
+
 @pytest.mark.fault
+@pytest.mark.usefixtures("soon")
 def test_a_process_that_is_stopped_in_an_edit(tmp_path: Path, stopped: tuple[Other, Other]) -> None:
     """Each step hung for as long as the process was stopped."""
     peer, serving = stopped
@@ -166,6 +174,7 @@ open_disk(path).close()
 
 
 @pytest.mark.fault
+@pytest.mark.usefixtures("soon")
 def test_a_process_that_is_stopped_while_it_checks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

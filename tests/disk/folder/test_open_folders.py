@@ -27,6 +27,7 @@ from tests.disk.audit import (
 from tiers.concurrency.file_locks import release, try_lock
 from tiers.control.control_server import short_path
 from tiers.disk.disk_store import DiskStore
+from tiers.disk.folder import upkeep
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.index import mapped
@@ -256,6 +257,8 @@ def test_who_opens_a_folder_as_it_is_closed_keeps_it_open(
 
     with monkeypatch.context() as patch:
         patch.setattr(OpenFolder, "close", count)
+        # One thread closes both: the one inside waits for the other, as for a step that hangs.
+        patch.setattr(upkeep, "_CLOSE_WAIT_S", 0.1)
         patch.setitem(open_folders._locks, os.path.realpath(tmp_path), Overtaken(others))
         first.close()
         assert len(closed) == closes
