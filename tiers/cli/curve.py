@@ -78,6 +78,5 @@ def _facts(trace: Trace, report: CurveReport) -> str:
     return (
         f"{header.format} trace, blocks of {header.block_tokens} tokens{token}\n"
         f"{curves.all.requests:,} requests, {curves.all.tokens:,} prompt tokens, "
-        f"{curves.all.references:,} full blocks, "
-        f"{curves.distinct:,} different ones\n"
+        f"{curves.all.references:,} full blocks, {curves.distinct:,} different ones\n"
     )

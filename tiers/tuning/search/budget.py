@@ -26,7 +26,6 @@ from tiers.tuning.machine import (
     SIZE_KEYS,
     Machine,
     Price,
-    TierProfile,
     load_machine,
     size_key,
 )
@@ -50,9 +49,6 @@ class BudgetMedium(BaseModel, frozen=True, extra="forbid"):
         default_factory=dict,
         repr=False,
         description="Other keys of the tier, as the chain's YAML has them: path, url.",
-    )
-    profile: TierProfile | None = Field(
-        default=None, description="How fast it is and what it costs. Unset: as the machine says."
     )
 
     @field_validator("type", mode="after")
@@ -174,14 +170,11 @@ class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
     @field_validator("machine", mode="after")
     @classmethod
     def _profile_each(cls, machine: Machine, info: ValidationInfo) -> Machine:
-        media = info.data.get("media", ())
-        given = {m.type: m.profile for m in media if m.profile is not None}
-        tiers = {**machine.tiers, **given}
-        missing = [m.type for m in media if m.type not in tiers]
-        if missing:
-            known = one_of(sorted(tiers)) if tiers else "none"
+        types = [medium.type for medium in info.data.get("media", ())]
+        if missing := [kind for kind in types if kind not in machine.tiers]:
+            known = one_of(sorted(machine.tiers)) if machine.tiers else "none"
             raise ValueError(f"add a profile of {missing[0]} to tiers; there is {known}")
-        return machine.model_copy(update={"tiers": tiers})
+        return machine
 
     @field_validator("gpu_price_per_month", mode="after")
     @classmethod
