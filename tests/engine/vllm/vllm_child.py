@@ -26,6 +26,7 @@ and so are an engine's own processes, as on GPUs; those of servers' tests are sp
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import json
@@ -36,13 +37,14 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from PIL import Image
 
@@ -128,7 +130,7 @@ def main() -> None:
             os.environ.update(job["env"])
             sys.path[:0] = job.get("path", [])
             serve(job) if "serves" in job else run(job)
-            return
+            leave()
         for one in pipes:
             os.close(one)
         if "serves" in job or "module" in job:
@@ -136,6 +138,16 @@ def main() -> None:
             continue
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         print(status, file=answers, flush=True)
+
+
+def leave() -> NoReturn:
+    """End this process as multiprocessing ends a fork, such as an engine's on GPUs: without taking
+    the modules down, for which the memory of all that is imported would be copied."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def as_program(job: dict[str, Any], stdin: int, stdout: int, status: int) -> None:
