@@ -123,6 +123,8 @@ def _run_engine(
                 step(title)
                 line = process.stdout.readline()
                 if not line:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(STOP_SECONDS)  # its events end before it says why
                     log = log_tail(engine, folder)
                     raise EngineFailed(f"{log}\nthe {engine.title} failed, see above")
                 event = json.loads(line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,21 @@ import pytest
 from bench.demo import run_demo
 from bench.demo.demo_plan import DemoPlan, EngineRun
 
+VLLM = """
+class SamplingParams: pass
 
-@pytest.mark.vllm
-def test_an_engine_that_fails_to_start_says_why(tmp_path: Path) -> None:
+class LLM:
+    def __init__(self, model, **_):
+        raise OSError(f"{model} is no folder")
+"""
+"""An engine that has no such model; the real one takes some seconds until it says so."""
+
+
+def test_an_engine_that_fails_to_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     chain = tmp_path / "chain.yaml"
     plan = DemoPlan((EngineRun("first engine", chain, ("cold",)),), {}, {})
     shown: list[str] = []
