@@ -40,6 +40,12 @@ Engine = Callable[..., ReplayEngine]
 Script = Callable[[Pilot[None]], Awaitable[None]]
 
 
+@pytest.fixture(autouse=True)
+def drawn_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A screen shows soon what has changed."""
+    monkeypatch.setattr(top_screen, "REDRAWN", 0.1)
+
+
 def screen(pilot: Pilot[None]) -> list[str]:
     """The lines of the screen."""
     svg = pilot.app.export_screenshot()
