@@ -34,6 +34,8 @@ from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_byt
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.put_process import PutsApart
 
+pytestmark = pytest.mark.long
+
 
 class Same:
     """Skips tests that take long, and would show nothing new of the same store."""
