@@ -39,7 +39,7 @@ READY := $(VENV)/.ready-$(ENGINE)
 # A list that could not be made whole is made again.
 .DELETE_ON_ERROR:
 .PHONY: demo test faults test-next test-v2 compatibility install-test test-python gpu gpu-wheels \
-	gpu-engine gpu-engine-parts lint clean
+	gpu-engine gpu-engine-parts lint checked clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo $(ARGS)
@@ -50,7 +50,7 @@ PYTESTS = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python
 
-test: lint
+test: checked
 	$(PYTESTS) "not faults and not compatibility" $(ARGS)
 
 faults: $(READY)
@@ -107,11 +107,13 @@ gpu-engine:
 gpu-engine-parts:
 	$(PYTHON) -m bench.engine_parts fetch build/engine-parts --python $(GPU_VERSION)
 
-lint: $(READY)
+lint: checked
+	$(BIN)/python -m tests.figures
+
+checked: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.figures
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from spec.load import load_chain
 from spec.registry import tier_class
 from tests.support.plugin_packages import write_package
+from tests.support.process_worker import fresh
 from tests.test_readme import blocks
 from tiers.cli.main import app
 from tiers.cli.new_tier import write_tier
@@ -75,7 +77,11 @@ def test_a_chain_is_tried_in_places_of_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_tier_that_stored_nothing_is_named(tmp_path: Path) -> None:
+def test_a_tier_that_stored_nothing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked = SimpleNamespace(get_context=lambda _: fresh())
+    monkeypatch.setattr("tiers.lab.try_chain.multiprocessing", forked)
     disk = {"type": "disk", "capacity": "1GiB", "path": str(tmp_path), "store_threshold": 1000}
     chain = {"version": 1, "tiers": [{"type": "cpu", "capacity": "8GiB"}, disk]}
     (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))

@@ -14,6 +14,7 @@ from tests.support.slow_store import LONG, SlowSpec, ask
 from tiers.lab.replay import ReplayEngine
 from tiers.store import Usage
 from tiers.testing import MemoryStore
+from tiers.wrappers import reopening
 
 MakeEngine = Callable[..., ReplayEngine]
 
@@ -49,8 +50,12 @@ def test_a_start_tells_of_the_chain_and_of_each_tier(
 
 
 def test_a_tier_that_opens_late_tells_then_and_once(
-    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(reopening, "RETRY_AFTER", 0.1)
     caplog.set_level(logging.INFO)
     place = tmp_path / "mount"
     place.write_text("not mounted yet")

@@ -14,7 +14,7 @@ from tiers.block import HEADER_BYTES, digest
 from tiers.errors import TierError, TierUnavailable
 from tiers.store import Block, Damages, LocalIndex, TierStore, capability, required
 from tiers.testing import FaultyStore, Memory, SlowStore, StoreContract, make_key
-from tiers.wrappers import integrity
+from tiers.wrappers import integrity, reopening
 from tiers.wrappers.encryption import EncryptedStore
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
@@ -303,7 +303,11 @@ def test_a_store_that_only_says_that_it_verifies_is_not_believed(
     assert len(caplog.messages) == 1
 
 
-def test_a_store_that_is_down_is_tried_when_it_is_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_down_is_tried_when_it_is_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reopening, "RETRY_AFTER", 0.1)
+
     class Down(Careful):
         def put(self, blocks: Sequence[Block]) -> Any:
             if len(MADE) == 1:
