@@ -56,8 +56,6 @@ def test_one_alone_always_loads() -> None:
     setting = Setting(free=0)
     assert setting.fits("a", 60, end=40)
     state = setting.begin("a", 60, end=40)
-    assert setting.fits("a", 60, end=40), "its load failed, and it is asked about again"
-    setting.room.begins(state, 40)
     assert not setting.fits("b", 21, end=20)
     setting.room.ends(state)
     assert setting.fits("b", 21, end=20)

@@ -295,7 +295,13 @@ def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stan
     stand()
     assert halves.ask(waiting)[0] == BLOCKS, "steps in flight may make room"
     stand(1)
-    assert halves.ask(Prompt(1, BLOCKS, 100))[0] == BLOCKS, "it may have room to load"
+    late = Prompt(1, BLOCKS, 100)
+    assert halves.ask(late)[0] == BLOCKS, "it may have room to load"
+    for _ in range(2):
+        both = [halves.chain.get_num_new_matched_tokens(one, 0)[0] for one in (waiting, late)]
+        assert both == [None, None], "it has not, and one that has loaded may be asked behind them"
+    halves.chain.update_state_after_alloc(loading, loading, 0)
+    assert halves.ask(waiting)[0] == BLOCKS
     assert halves.ask(waiting)[0] == 0
     new = NewRequest(waiting.request_id, waiting.get_block_ids(), 0)
     halves.chain.build_connector_meta(Step([new], {waiting.request_id: TOKENS}))

@@ -170,18 +170,21 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if not self._requests.is_marked(request, wait=self.is_up):
             return None, False
         request_state = self._requests.of(request)
+        self._room.ends(request_state)
+        stands = self._stood > self._requests.engine.world_size + 1
+        is_held = stands and self._room.is_used
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
-        elif (
-            (request_state.in_vain or self._stood > self._requests.engine.world_size + 1)
-            and request_state.is_undecided
-            and request_state.choice.tokens is not None
+        elif request_state.is_undecided and (
+            is_held
+            or ((request_state.in_vain or stands) and request_state.choice.tokens is not None)
         ):
             # vLLM 0.32 has no room for another load, for which it reserves as much again as for one
             # in vain, this request's or another's behind it; to compute takes less. Where it has no
-            # room for that either, it asks nobody behind this request, who may be those that have
-            # loaded and hold the room: one that waits is passed by. Then it is asked about anew.
-            choice = NO_LOAD if request_state.choice.tokens else PENDING
+            # room for that either, it asks nobody behind this request, who up to 0.30 may be those
+            # that have loaded and hold the room: it is passed by then. Else one that waits is
+            # passed by once, and is asked about anew.
+            choice = NO_LOAD if request_state.choice.tokens and not is_held else PENDING
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
             notes.gives_up()

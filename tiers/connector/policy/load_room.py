@@ -20,11 +20,11 @@ class LoadRoom:
 
     def __init__(self, engine: EngineInfo) -> None:
         self._groups = engine.kv_groups
+        self._has_windows = any(g.window is not None and not g.is_state for g in self._groups)
         self._step_tokens = engine.step_tokens
         self.free_blocks: Callable[[], int] | None = None
         """Blocks that the engine has free, those included that it would evict; None: not known."""
-        self._steps: dict[RequestState, int] = {}
-        """Blocks that the next step of each needs."""
+        self._used: list[RequestState] = []
         self._is_short = False
 
     def step_begins(self) -> None:
@@ -34,20 +34,27 @@ class LoadRoom:
     def fits(self, request_state: RequestState, end: int) -> bool:
         """Whether a request may load what it has not computed of its first `end` tokens. Where it
         may not, none behind it may before the next step: else they might pass it for ever."""
-        self._steps.pop(request_state, None)
-        if self._steps and self.free_blocks is not None and not self._is_short:
-            steps = max(*self._steps.values(), self._next_step(request_state, end))
+        if self._has_windows and self._used and self.free_blocks and not self._is_short:
+            steps = max(one.next_step for one in self._used)
+            steps = max(steps, self._next_step(request_state, end))
             self._is_short = self.free_blocks() < self._held(end) + steps
-        return not self._steps or not self._is_short
+        return not self._used or not self._is_short
 
     def begins(self, request_state: RequestState, end: int) -> None:
         """The engine has given it the blocks of its first `end` tokens, into which it loads."""
-        if any(group.window is not None and not group.is_state for group in self._groups):
-            self._steps[request_state] = self._next_step(request_state, end)
+        request_state.next_step = self._next_step(request_state, end)
+        self._used.append(request_state)
 
     def ends(self, request_state: RequestState) -> None:
-        """It runs, or has finished."""
-        self._steps.pop(request_state, None)
+        """It runs, has finished, or is asked about anew: it has no blocks then."""
+        if request_state.next_step:
+            request_state.next_step = 0
+            self._used.remove(request_state)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether requests load, or have loaded and not run since."""
+        return bool(self._used)
 
     def _held(self, tokens: int) -> int:
         """Blocks that a request of so many computed tokens holds at most."""

@@ -57,11 +57,12 @@ class RequestState:
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, valid while
     `versions` are unchanged. `foreign_loaders`: the engine's own connectors that load it; `failed`:
-    those that left it nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before
-    it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself.
-    `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that could not take
-    some of its blocks, which they are offered again. `in_vain`: tiers loaded it, and that brought
-    nothing.
+    those that left it nothing. `load`, `awaits`: see `LoadSharing`. `next_step`: blocks that
+    it needs behind what it loads, until that step runs (see `LoadRoom`). `prompt_tokens`: known
+    before it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier
+    itself. `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that could not
+    take some of its blocks, which they are offered again. `in_vain`: tiers loaded it, and that
+    brought nothing.
     """
 
     request: Request
@@ -91,6 +92,7 @@ class RequestState:
     failed: set[int] = field(default_factory=set)
     load: Sequence[bytes] = ()
     awaits: RequestState | None = None
+    next_step: int = 0
     prompt_tokens: int = 0
     looking: dict[int, float] = field(default_factory=dict)
     tiers: dict[object, Any] = field(default_factory=dict)
