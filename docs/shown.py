@@ -23,7 +23,9 @@ _BLOCK = re.compile(r"^```(yaml|console)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w.-]+\.(?:yaml|json))\n")
 _TIMES = re.compile(r"^( +ms:) .*$|; [\d.]+ ms \(.*\)$", re.M)
 _BY_TIER = re.compile(
-    r"[\d,]+ (?:from )?cpu(?:,| \+) [\d,]+ (?:from )?disk|^ +(?:cpu|disk): \d+ tokens,", re.M
+    r"(?:[\d,]+ (?:from )?cpu(?:,| \+) )?[\d,]+ (?:from )?disk|[\d,]+ (?:from )?cpu(?= \+)"
+    r"|^ +(?:cpu|disk): \d+ tokens, (?:it loaded the|another tier serves these) blocks",
+    re.M,
 )
 
 
@@ -44,11 +46,12 @@ def executed(page: str, folder: Path) -> str:
 
 def without_speeds(text: str) -> str:
     """The text without what no two runs share: the milliseconds that `kvtiers explain` tells, and
-    how much of a load each of two tiers had, which share it by their speed. Their sum stays."""
+    how much of a load each of two tiers had, which share it by their speed, or one of them has it
+    all. Their sum stays."""
 
     def summed(found: re.Match[str]) -> str:
         counts = [int(one.replace(",", "")) for one in re.findall(r"\d[\d,]*\d|\d", found[0])]
-        return str(sum(counts)) if len(counts) > 1 else ""
+        return "" if "blocks" in found[0] else str(sum(counts))
 
     return _BY_TIER.sub(summed, _TIMES.sub(r"\1", text))
 

@@ -13,7 +13,7 @@ NAMES = {"str", "Request", "RequestState", "TierRequest", "Any", "object"}
 """Types of keys that may be a request or its name."""
 
 REQUESTS = {
-    "live_chain.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
+    "observers.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
     "multi/multi_scheduler.py::MultiScheduler._more_saves": "finished; until the next step",
     "multi/multi_worker.py::MultiWorker._loads_awaited": "on a worker, which learns of steps alone",
     "multi/multi_worker.py::MultiWorker._saves_awaited": "on a worker",

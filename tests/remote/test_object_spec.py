@@ -24,7 +24,7 @@ from tiers.remote.object_spec import ObjectSpec
 spec = ObjectSpec(url=f"file://{sys.argv[1]}")
 limit, start = resource.getrlimit(resource.RLIMIT_NOFILE), threading.Thread.start
 # What it imports needs descriptors, too.
-import tiers.remote.obstore_bucket, tiers.remote.obstore_bucket, tiers.remote.packs.pack_store
+import tiers.remote.obstore_bucket, tiers.remote.packs.pack_store
 
 def refuse(self):
     raise RuntimeError("can't start new thread")

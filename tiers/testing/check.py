@@ -18,7 +18,7 @@ from tiers.store import TierStore
 from tiers.testing.contract import StoreContract
 from tiers.testing.devices import Endless
 from tiers.testing.harness import Memory, make_key
-from tiers.testing.time_tests import LOOKED_UP
+from tiers.testing.scale_tests import LOOKED_UP
 from tiers.timed import timed
 
 Place = Callable[[str], StoreSpec]

@@ -22,7 +22,8 @@ from tiers.testing.eviction_tests import EvictionTests
 from tiers.testing.harness import Memory, at_once, listed, make_key
 from tiers.testing.memory_tests import ROUNDS, MemoryTests, check_left, counted
 from tiers.testing.prefix_tests import PrefixTests
-from tiers.testing.time_tests import ScaleTests, TimeTests
+from tiers.testing.scale_tests import ScaleTests
+from tiers.testing.time_tests import TimeTests
 from tiers.testing.truth_tests import TruthTests
 from tiers.trial import find_lie
 

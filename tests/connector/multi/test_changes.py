@@ -43,7 +43,7 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer, free_port
 from tests.support.topologies import wait_until
-from tiers.connector import live_chain
+from tiers.connector import observers
 from tiers.connector.multi import changes
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.worker.host_slots import HostSlots
@@ -644,7 +644,7 @@ def test_a_recorder_that_opens_behind_the_end_of_its_engine_is_closed(
         opened.append(Recorder(recording))
         return opened[-1]
 
-    monkeypatch.setattr(live_chain, "Recorder", slowly)
+    monkeypatch.setattr(observers, "Recorder", slowly)
     with running(chain_of(cpu(8))) as engine:
         record = {"record": {"path": str(tmp_path / "trace")}}
         assert not change(engine, chain_of(cpu(8), **record)).why
