@@ -277,10 +277,13 @@ def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room(
     halves.chain.update_state_after_alloc(waiting, waiting, 0)
 
 
-def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stands_still() -> None:
+def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM 0.32 keeps room free for one whose load was in vain, also where that waits behind."""
     halves = Halves(cpu_blocks=2 * BLOCKS)
     halves.store(1, BLOCKS)
+    halves.store(2, BLOCKS, tiers="i")
     waiting, loading = Prompt(1, BLOCKS), Prompt(1, BLOCKS, 99)
     assert halves.ask(loading)[0] == halves.ask(waiting)[0] == BLOCKS
 
@@ -300,6 +303,11 @@ def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stan
     for _ in range(2):
         both = [halves.chain.get_num_new_matched_tokens(one, 0)[0] for one in (waiting, late)]
         assert both == [None, None], "it has not, and one that has loaded may be asked behind them"
+    looking, pace = Prompt(2, BLOCKS, 101), halves.chain.children[1].manager.pace  # type: ignore[attr-defined]
+    with monkeypatch.context() as busy:
+        busy.setattr(pace, "take", lambda blocks: 0)
+        assert halves.chain.get_num_new_matched_tokens(looking, 0)[0] is None
+    assert halves.ask(looking)[0] == BLOCKS, "what it looked for is told"
     halves.chain.update_state_after_alloc(loading, loading, 0)
     assert halves.ask(waiting)[0] == BLOCKS
     assert halves.ask(waiting)[0] == 0

@@ -172,7 +172,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         request_state = self._requests.of(request)
         self._room.ends(request_state)
         stands = self._stood > self._requests.engine.world_size + 1
-        is_held = stands and self._room.is_used
+        is_held = stands and self._room.is_used and not request_state.wait_budget.is_looking
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
         elif request_state.is_undecided and (
@@ -229,7 +229,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
         self._room.ends(request_state)
-        if num_external_tokens and choice.is_async:
+        if num_external_tokens and not self._loaders.keys().isdisjoint(serving):
             self._room.begins(request_state, choice.computed + num_external_tokens)
         if num_external_tokens and choice.tokens:
             request_state.wait_budget.loads()

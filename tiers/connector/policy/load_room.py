@@ -16,7 +16,8 @@ from tiers.contract.engine_info import EngineInfo, KVGroup
 
 
 class LoadRoom:
-    """The requests that load, or have loaded and not run since; used by the scheduler's thread."""
+    """The requests that tiers load, or have loaded and that have not run since; used by the
+    scheduler's thread."""
 
     def __init__(self, engine: EngineInfo) -> None:
         self._groups = engine.kv_groups
@@ -41,7 +42,7 @@ class LoadRoom:
         return not self._used or not self._is_short
 
     def begins(self, request_state: RequestState, end: int) -> None:
-        """The engine has given it the blocks of its first `end` tokens, into which it loads."""
+        """The engine has given it the blocks of its first `end` tokens, into which tiers load."""
         request_state.next_step = self._next_step(request_state, end)
         self._used.append(request_state)
 
@@ -53,7 +54,7 @@ class LoadRoom:
 
     @property
     def is_used(self) -> bool:
-        """Whether requests load, or have loaded and not run since."""
+        """Whether there is any."""
         return bool(self._used)
 
     def _held(self, tokens: int) -> int:
