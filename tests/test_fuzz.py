@@ -88,7 +88,7 @@ def chain(data: bytes) -> None:
 def trace(data: bytes) -> None:
     """A file of a trace: any bytes, and any bytes behind a first line that is as it should be."""
     header = encode_header(FileHeader(16, 0.0))
-    for suffix in (".jsonl", ".jsonl.zst"):
+    for suffix in (".jsonl", ".json", ".jsonl.zst"):
         for content in (data, header + data):
             if suffix.endswith("zst"):
                 content = zstandard.compress(content) + data
@@ -110,6 +110,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 @given(data=st.binary(max_size=2000))
 @example(b"*3\r\n$3\r\nabc\r\n:-1\r\n*1\r\n$-1\r\n-ERR no\r\n")
 @example(b'{"timestamp": 1, "input_length": 16, "output_length": 0, "hash_ids": [1]}\n')
+@example(b'{"block_size": 64, "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}')
 @example(b"version: 1\ntiers:\n  - {type: cpu, capacity: 8GiB}\n")
 def test_any_bytes(target: Callable[[bytes], None], data: bytes) -> None:
     target(data)

@@ -57,6 +57,13 @@ TraceFile = Annotated[
 ]
 """The path of a trace; `open_trace` refuses what is no trace."""
 
+Conversations = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Conversations at a time, where a trace has no times of their beginnings."
+    ),
+]
+
 
 ControlFolder = Annotated[
     Path | None,

@@ -9,6 +9,7 @@ import typer
 
 from tiers.cli.arguments import (
     ChainOption,
+    Conversations,
     JsonFile,
     TraceFile,
     check_places,
@@ -29,6 +30,7 @@ def curve(
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
     ] = None,
+    conversations: Conversations = 16,
     json_file: JsonFile = None,
 ) -> None:
     """Measure which part of a trace's blocks a cache would have served, for every size.
@@ -42,7 +44,7 @@ def curve(
     from tiers.traces.open_trace import open_trace
 
     check_places(json_file=json_file, keep=[trace, chain_file])
-    opened = open_trace(trace)
+    opened = open_trace(trace, conversations)
     token_bytes = kv_bytes_per_token or opened.header.kv_bytes_per_token
     report = _measured(opened, chain_file, token_bytes)
     typer.echo(_facts(opened, report))

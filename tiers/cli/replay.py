@@ -11,6 +11,7 @@ import typer
 
 from tiers.cli.arguments import (
     CHAIN,
+    Conversations,
     JsonFile,
     TraceFile,
     bar,
@@ -57,6 +58,7 @@ def replay(
         Path | None,
         typer.Option(help="With --real: a folder for disk tiers. Unset: a temporary one."),
     ] = None,
+    conversations: Conversations = 16,
     json_file: JsonFile = None,
 ) -> None:
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting.
@@ -77,7 +79,7 @@ def replay(
     from tiers.tuning.simulation import simulate
 
     try:
-        opened = open_trace(trace)
+        opened = open_trace(trace, conversations)
         size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
         chain, machine = load_chain(chain_file), load_machine(profile)
         if real:

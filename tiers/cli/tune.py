@@ -11,6 +11,7 @@ import typer
 from spec.errors import one_line
 from tiers.cli.arguments import (
     ChainOption,
+    Conversations,
     JsonFile,
     TraceFile,
     bar,
@@ -63,6 +64,7 @@ def tune(
         ),
     ] = None,
     processes: Processes = 2,
+    conversations: Conversations = 16,
 ) -> None:
     """Search the chain that serves a trace best within a budget, and write its YAML.
 
@@ -82,8 +84,8 @@ def tune(
     given = load_budget(budget)
     present = None if chain_file is None else load_chain(chain_file)
     try:
-        opened = open_trace(trace)
-        other = None if judge is None else open_trace(judge)
+        opened = open_trace(trace, conversations)
+        other = None if judge is None else open_trace(judge, conversations)
         found = _search(opened, other, given, present, chains, minutes, processes)
     except KVTiersError as error:
         raise refused(error) from None

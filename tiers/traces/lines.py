@@ -46,15 +46,16 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
-    """Yield the lines of a file that are not empty.
+    """Yield the lines of a file that are not empty; a `.json` is one line.
 
     Of a zstd file that is cut off or damaged all before the damage is read, and `summary` says so.
     Raises `TraceError` for a file that can't be read and for a line over `MAX_LINE`.
     """
     number = 0
     rest = b""
+    is_one = path.suffix == ".json"
     for chunk in _chunks(path, summary):
-        lines = [rest + chunk] if b"\n" not in chunk else (rest + chunk).split(b"\n")
+        lines = [rest + chunk] if is_one or b"\n" not in chunk else (rest + chunk).split(b"\n")
         rest = lines.pop()
         for text in lines:
             number += 1
@@ -65,8 +66,8 @@ def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
                 f"{path}:{number + 1}: the line is longer than {MAX_LINE >> 20} MiB; "
                 "a trace has one JSON object a line, which ends with a newline"
             )
-    if rest and not rest.isspace():
-        yield Line(number + 1, rest, False)
+    if is_one or (rest and not rest.isspace()):
+        yield Line(number + 1, rest, is_one)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -183,9 +184,8 @@ def whole(found: dict[str, Any], key: str, at_least: int = 0) -> int:
     return value
 
 
-def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
-    """A list of ids, whole numbers from 0 to 2**64 - 1. They each stand for a block and all before
-    it, so none comes twice in a request."""
+def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
+    """A list of ids: whole numbers from 0 to 2**64 - 1. They may repeat."""
     value = _required(found, key)
     if type(value) is not list:
         raise Malformed(f"{key} must be a list of whole numbers, not {shown(value)}")
@@ -196,12 +196,29 @@ def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
         if min(value) < 0 or max(value) >= _MAX_ID:
             wrong = min(value) if min(value) < 0 else max(value)
             raise Malformed(f"{key} must be from 0 to 2**64 - 1, not {shown(wrong)}")
-    if len(set(value)) != len(value):
-        twice = next(block for block, count in Counter(value).items() if count > 1)
+    return value
+
+
+def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
+    """Ids that each stand for a block and all before it, so none comes twice in a request."""
+    ids = hash_ids(found, key)
+    if len(set(ids)) != len(ids):
+        twice = next(block for block, count in Counter(ids).items() if count > 1)
         raise Malformed(
             f"{key} has {twice} twice; an id stands for its block and all blocks before it"
         )
-    return value
+    return ids
+
+
+def full_blocks(ids: list[int], length: int, size: int) -> list[int]:
+    """The ids of a prompt's full blocks of `size` tokens; a partial last one may have one, too."""
+    blocks = -(-length // size)
+    if len(ids) > blocks:
+        raise Malformed(
+            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
+            f"{blocks} of {size} tokens each"
+        )
+    return ids[: length // size]
 
 
 def short_text(found: dict[str, Any], key: str) -> str | None:

@@ -65,7 +65,7 @@ class TraceSummary:
 
 class Trace:
     """Requests in the order of their time. Each iteration reads the files again, as a stream: in
-    memory is one line.
+    memory is one line, or one conversation where a format nests them.
 
     Iterating raises `TraceError` naming file and line. Not for two iterations at once where
     `summary` matters.
