@@ -25,7 +25,8 @@ def test_an_engine_that_fails_to_start_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm.py").write_text(VLLM)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     chain = tmp_path / "chain.yaml"
     plan = DemoPlan((EngineRun("first engine", chain, ("cold",)),), {}, {})
     shown: list[str] = []
