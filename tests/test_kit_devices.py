@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.clock import wait_for
-from tiers.testing.devices import Endless, failing_devices, failing_writes, open_files, within
+from tiers.testing.devices import failing_devices, failing_writes, open_files
+from tiers.testing.limits import Endless, within
 
 
 def test_an_event_loop_is_woken_while_devices_fail() -> None:

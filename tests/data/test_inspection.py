@@ -17,7 +17,7 @@ from tests.disk import audit as disk
 from tests.support.redis_verbs import opened as opened_redis
 from tests.support.redis_verbs import put as put_into_redis
 from tests.support.servers import RedisServer
-from tiers.data import inspection
+from tiers.data import garbage
 from tiers.disk.index import edit
 from tiers.disk.records import DiskRecords
 from tiers.records import NamespaceNote, read_note
@@ -55,7 +55,7 @@ def test_blocks_are_shown_by_model_and_size_and_gc_drops_what_has_ended(
     names = ("lasts", "ended", "old", "twins")
     lasting, ended, unknown, twin = (f"{name:-<16}block".encode() for name in names)
     more = [ended + bytes([number]) for number in range(2)]
-    monkeypatch.setattr(inspection, "STEP", 2)
+    monkeypatch.setattr(garbage, "STEP", 2)
     with disk.opened(folder) as store:
         disk.put(store, [lasting, ended, *more, unknown, twin], PAYLOAD)
         note_of(folder, lasting, NOTE)

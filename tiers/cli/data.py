@@ -188,7 +188,8 @@ def gc(
     kvtiers gc chain.yaml --tier disk --unused 30d --delete
     """
     from spec.fields import parse_duration
-    from tiers.data.inspection import find_garbage, inspect_tier, remove_garbage
+    from tiers.data.garbage import find_garbage, remove_garbage
+    from tiers.data.inspection import inspect_tier
 
     age = None if unused is None else parsed("--unused", unused, parse_duration)
     spaces = [_space(text) for text in namespace or ()]

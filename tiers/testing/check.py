@@ -16,8 +16,8 @@ from spec.offloading import StoreContext, StoreSpec
 from tiers.errors import KVTiersError
 from tiers.store import TierStore
 from tiers.testing.contract import StoreContract
-from tiers.testing.devices import Endless
 from tiers.testing.harness import Memory, make_key
+from tiers.testing.limits import Endless
 from tiers.testing.scale_tests import LOOKED_UP
 from tiers.timed import timed
 

@@ -1,5 +1,4 @@
-"""What Python code does I/O by, as the kit sees it: it can fail there, or be forbidden,
-and a test that waits for it without an end fails."""
+"""What Python code does I/O by, as the kit sees it: it can fail there, or be forbidden."""
 
 from __future__ import annotations
 
@@ -9,19 +8,13 @@ import io
 import os
 import resource
 import socket
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-from tiers.errors import KVTiersError
 
 _FILES = (
     *("open", "read", "readv", "pread", "preadv", "write", "writev", "pwrite", "pwritev", "stat"),
@@ -125,43 +118,3 @@ def own_bytes() -> int:
         lines = dict(line.split(":", 1) for line in file)
         return int(lines.get("RssAnon", "0 kB").split()[0]) << 10
     return 0
-
-
-class Endless(KVTiersError, AssertionError):
-    """A call has not ended."""
-
-
-def limited(test: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The test, which fails after the seconds that its class gives one."""
-
-    @wraps(test)
-    def run(kit: Any) -> None:
-        within(kit.limit_seconds, lambda: test(kit))
-
-    return run
-
-
-def within(seconds: float, call: Callable[[], None]) -> None:
-    """Call it on a thread of its own, and raise what it raises. Raises Endless, with the
-    place where it is, if it has not returned after so many seconds; the thread is left behind."""
-    raised: list[BaseException] = []
-    watches: list[ExitStack] = []
-
-    def body() -> None:
-        WATCHES.set(watches)
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
-            raised.append(error)
-
-    thread = threading.Thread(target=body, name="kit", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        while watches:  # nothing could be said while writes fail
-            watches[-1].close()
-        frame = sys._current_frames().get(thread.ident or 0)
-        place = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
-        raise Endless(f"it has not ended after {seconds:g} s; it is at\n{place}")
-    if raised:
-        raise raised[0]

@@ -15,7 +15,7 @@ from unittest import SkipTest
 
 from spec.offloading import StoreSpec
 from tiers.store import Block, Capability, TierStore, capability, each
-from tiers.testing.devices import limited
+from tiers.testing.limits import limited
 from tiers.trial import Medium
 
 _CANARY = 0xA5

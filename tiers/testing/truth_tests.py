@@ -11,8 +11,9 @@ from unittest import SkipTest
 
 from spec.offloading import StoreContext
 from tiers.store import Clear, LocalIndex, Measured, Resizable, TierStore, Touch, capability, each
-from tiers.testing.devices import failing_devices, failing_writes, watched, within
+from tiers.testing.devices import failing_devices, failing_writes, watched
 from tiers.testing.harness import Memory, StoreUnderTest, make_key
+from tiers.testing.limits import within
 
 PROMPT_SECONDS = 5.0
 """How long `peek` may take while a `put` waits for its device; it takes no wait at all."""

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 
 from tests.support.topologies import wait_until
-from tiers.lab.replay.links import QUANTUM_BYTES, Clock, Link, LinkedStore
+from tiers.lab.replay.clock import Clock
+from tiers.lab.replay.links import QUANTUM_BYTES, Link, LinkedStore
 from tiers.store import Block
 from tiers.testing import MemoryStore
 from tiers.tuning.machine import TierProfile

@@ -15,7 +15,7 @@ from spec.offloading import StoreContext, StoreSpec
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
 from tiers.contract.engine_info import EngineInfo
 from tiers.disk.slab import slot_bytes
-from tiers.lab.replay.links import Clock
+from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.replay_trace import replay
 from tiers.lab.replay.scaling import NO_DEADLINE, CannotReplay, Scale, linked, scaled
 from tiers.lab.replay.timed_worker import WrongBytes

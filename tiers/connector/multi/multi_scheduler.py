@@ -419,10 +419,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             if entry := self.entry_of_response(request, cached):
                 merged = merge_parameters(merged or {}, {KEY: entry})
         finally:
-            if self._sharing is not None and request_state is not None:
-                self._sharing.ends(request_state)
             if request_state is not None:
                 self._room.ends(request_state)
+                if self._sharing is not None:
+                    self._sharing.ends(request_state)
             self._chooser.gone(request_state)
             try:
                 for observer in self._observers:

@@ -36,8 +36,8 @@ class LoadRoom:
         """Whether a request may load what it has not computed of its first `end` tokens. Where it
         may not, none behind it may before the next step: else they might pass it for ever."""
         if self._has_windows and self._used and self.free_blocks and not self._is_short:
-            steps = max(one.next_step for one in self._used)
-            steps = max(steps, self._next_step(request_state, end))
+            own = self._next_step(request_state, end)
+            steps = max(own, *(one.next_step for one in self._used))
             self._is_short = self.free_blocks() < self._held(end) + steps
         return not self._used or not self._is_short
 

@@ -14,7 +14,8 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
-from tiers.lab.replay.links import Clock, copier_over
+from tiers.lab.replay.clock import Clock
+from tiers.lab.replay.links import copier_over
 from tiers.lab.replay.requests import TracedRequest
 from tiers.lab.replay.scaling import CannotReplay, Scale, linked, scaled
 from tiers.lab.replay.timed_engine import TimedEngine

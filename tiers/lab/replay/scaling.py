@@ -15,7 +15,8 @@ from tiers.contract.pool_size import PoolSize
 from tiers.disk.slab import slot_bytes
 from tiers.errors import KVTiersError
 from tiers.host.slots import slot_stride
-from tiers.lab.replay.links import Clock, Link, LinkedSpec
+from tiers.lab.replay.clock import Clock
+from tiers.lab.replay.links import Link, LinkedSpec
 from tiers.lab.server import Server
 from tiers.remote.spec import RedisSpec
 from tiers.tuning.machine import Machine

@@ -11,8 +11,9 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.blocks import BlockPool
+from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.engine import ReplayEngine
-from tiers.lab.replay.links import Clock, Link
+from tiers.lab.replay.links import Link
 from tiers.lab.replay.requests import ReplayRequest, Status, Step, StepOutput, TracedRequest
 from tiers.lab.replay.scaling import CannotReplay
 from tiers.lab.replay.scheduler import Match, ReplayScheduler

@@ -18,7 +18,8 @@ from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.messages import JobResult, OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiers.errors import KVTiersError
-from tiers.lab.replay.links import Clock, Link
+from tiers.lab.replay.clock import Clock
+from tiers.lab.replay.links import Link
 from tiers.lab.replay.model import ReplayModel
 from tiers.lab.replay.requests import Step, StepOutput, TracedRequest
 from tiers.lab.replay.scaling import CannotReplay
