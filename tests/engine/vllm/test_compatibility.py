@@ -377,13 +377,12 @@ def test_replicas_share_a_redis_and_a_disk(
     try:
         plain = [server.complete(prompt, 8, replica=0, tiers=()) for prompt in PROMPTS]
         assert len(set(map(tuple, plain))) == len(PROMPTS), "the prompts must matter"
-        server.settle(replica=0)
+        server.settle(0)
         for replica, tier in ((0, "cpu"), (1, "disk"), (1, "redis")):
             for prompt, answer in zip(PROMPTS, plain, strict=True):
                 got = server.complete(prompt, 8, replica=replica, tiers=(tier,))
                 assert got == answer
-        server.settle(replica=0)
-        server.settle(replica=1)
+        server.settle(0, 1)
         loaded = server.metrics()["vllm:kvtiers_loaded_tokens_total"]
     finally:
         server.close()

@@ -96,12 +96,13 @@ def test_eviction_restart_and_replica(
     slow = disk(tmp_path / "slow", name="slow")
     disks = [disk(tmp_path / "fast", name="fast", store_process="always"), slow]
 
-    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace, **AHEAD)
+    both = {"record": trace, "settled": True}
+    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], **both, **AHEAD)
     assert first.tokens == answers * 2
     assert first.loaded() == {"cpu": COMPLETE}
     assert {first.count(t, "stored_blocks") for t in ("cpu", "fast", "slow", "redis")} == {72}
 
-    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace, **IN_PROCESS)
+    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], **both, **IN_PROCESS)
     assert restarted.tokens == answers * 2
     assert restarted.loaded() == {"fast": COMPLETE, "cpu": COMPLETE}, "promoted on the first load"
 
@@ -225,7 +226,7 @@ def test_unusable_tiers_are_reported_and_the_others_serve(
         {"type": "redis", "url": server.url, "timeout": "500ms", "name": "down"},
         disk(tmp_path / "good", name="good"),
     ]
-    run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
+    run = run_vllm(ONE_BY_ONE * 2, tiers, settled=True, **IN_PROCESS)
     assert run.tokens == answers * 2
     assert run.loaded() == {"good": COMPLETE}
     for name in ("tiny", "read-only", "blocked", "small"):
@@ -235,9 +236,8 @@ def test_unusable_tiers_are_reported_and_the_others_serve(
 
 @pytest.mark.faults
 def test_two_worker_processes_hold_a_share_each(run_vllm: Callable[..., Run]) -> None:
-    run = run_vllm(
-        ONE_BY_ONE * 2, [CPU], tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    )
+    two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    run = run_vllm(ONE_BY_ONE * 2, [CPU], settled=True, **two)
     assert run.tokens[:4] == run.tokens[4:]
     assert run.loaded() == {"cpu": COMPLETE}
     check_sums(run.explained, run.external_hits)
@@ -302,7 +302,7 @@ def test_plugins_that_lie_and_raise(
 ) -> None:
     package = write_package(tmp_path, "oddtapes", PLUGIN, liar="LiarSpec", raiser="RaiserSpec")
     tiers = [{"type": "liar"}, {"type": "raiser"}, CPU]
-    run = run_vllm(ONE_BY_ONE * 2, tiers, path=[str(package)], **IN_PROCESS)
+    run = run_vllm(ONE_BY_ONE * 2, tiers, path=[str(package)], settled=True, **IN_PROCESS)
     assert run.tokens == answers * 2
     assert run.loaded() == {"cpu": COMPLETE}
     assert run.count("liar", "damaged_blocks") > 0
@@ -314,7 +314,7 @@ def test_a_cpu_tier_larger_than_the_machine_is_refused_by_name_and_the_disk_serv
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
     tiers = [{"type": "cpu", "capacity": "1TiB"}, disk(tmp_path)]
-    run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
+    run = run_vllm(ONE_BY_ONE * 2, tiers, settled=True, **IN_PROCESS)
     assert run.tokens == answers * 2
     assert run.loaded() == {"disk": COMPLETE}
     assert "tier 'cpu' is unusable" in run.log and "1TiB on this host" in run.log

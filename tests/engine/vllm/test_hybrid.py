@@ -61,7 +61,7 @@ def test_several_groups_come_back_from_every_tier(
 
     damage_some(tmp_path)
     rounds = [*LONG, CONCURRENT, CONCURRENT]
-    restarted = run_windowed(GEMMA, rounds, tiers, steps_in_flight=2)
+    restarted = run_windowed(GEMMA, rounds, tiers, settled=True, steps_in_flight=2)
     assert restarted.tokens[:3] == answers[:3]
     assert restarted.count("disk", "load_failures") > 0, restarted.tiers
     expected = [batch[0] for batch in answers[3:]]

@@ -32,10 +32,10 @@ def test_vllms_example_connector_is_a_child_of_ours(
     both = recipe("Beside", chain=spec, shared_storage_path=str(tmp_path / "example"))
     _, example = both["kv_connector_extra_config"]["connectors"]
     options: dict[str, Any] = {"async_scheduling": False, **IN_PROCESS}
-    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, **options)
+    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, settled=True, **options)
     assert first.tokens == answers * 2
     assert first.loaded() == {"KVTiersConnector/disk": COMPLETE}
-    assert len(list((tmp_path / "example").iterdir())) == 4, "it stored them too"
+    assert len(list((tmp_path / "example").iterdir())) >= 4, "it stored them too"
 
     alone = transfer("KVTiersConnector", [tiers(cpu(), name="ours"), example])
     second = run_vllm(ONE_BY_ONE, kv_transfer_config=alone, **options)

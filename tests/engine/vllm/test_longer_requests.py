@@ -35,7 +35,7 @@ def test_a_drafter_has_kv_of_its_own(
     is_own = method == "draft_model"
     drafter = tiny_llama if is_own else write_drafter(tmp_path / "drafter", LLAMA)
     guesses = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
-    few = {"max_num_batched_tokens": 96, "steps_in_flight": 2, **IN_PROCESS}
+    few = {"max_num_batched_tokens": 96, "steps_in_flight": 2, "settled": True, **IN_PROCESS}
     run = run_vllm(ONE_BY_ONE * 2, small_chain(tmp_path), speculative_config=guesses, **few)
     assert run.tokens == answers * 2
     assert sum(run.loaded().values()) == COMPLETE - 4 * 32 * (not is_own)

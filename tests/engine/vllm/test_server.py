@@ -61,6 +61,7 @@ def served(
         assert len(set(map(tuple, answers))) == 4, "the prompts must matter"
         assert server.reported is None
         for number in (1, 0):
+            server.settle()
             assert server.complete(PROMPTS[number], 8) == answers[number]
             REPORTED.append(server.reported)
         server.settle()

@@ -81,7 +81,7 @@ def test_states_and_attention_come_back_from_every_tier(
 
     tiers = [CPU, disk(tmp_path)]
     small = {"num_gpu_blocks_override": 24, "steps_in_flight": 2}  # less than two prompts
-    first = run([*once, *later, *once], tiers, **small)
+    first = run([*once, *later, *once], tiers, settled=True, **small)
     assert first.tokens == expected + plain.tokens
     assert sum(first.loaded().values()) >= 5 * BLOCKS * STATE_BLOCK_TOKENS
 
@@ -184,7 +184,7 @@ def test_as_much_comes_back_as_by_vllms_own_connector(run_states: Callable[..., 
         pytest.skip("there the engine's own connector serves no states")
     texts = documents(4, 2000, seed=3)
     turns = [[(text[: 600 + 270 * turn], 8)] for turn in range(6) for text in texts]
-    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 1, **LONGER}
+    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 1, "settled": True, **LONGER}
     ours = run_states(turns, [CPU], **few)
     theirs = run_states(turns, kv_transfer_config=hosted(CPU), **few)
     assert ours.tokens == theirs.tokens

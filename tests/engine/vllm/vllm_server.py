@@ -171,11 +171,13 @@ class VllmServer:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
-    def settle(self, replica: int | None = None) -> None:
-        """Let steps tell of all transfers; they are of requests too short to have a block."""
+    def settle(self, *replicas: int) -> None:
+        """Let steps of all `replicas` tell of all transfers; they are of requests too short to have
+        a block."""
         deadline = time.monotonic() + SETTLE_LIMIT
         while True:
-            self.complete([5, 6, 7], 1, replica)
+            for replica in replicas or (None,):
+                self.complete([5, 6, 7], 1, replica)
             metrics = self.metrics()
             in_flight = [metrics[f"vllm:kvtiers_{verb}_jobs"] for verb in ("loading", "storing")]
             if all(jobs and not any(jobs.values()) for jobs in in_flight):
