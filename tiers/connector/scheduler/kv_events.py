@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
@@ -150,15 +151,7 @@ def _runs(
     places: Iterable[tuple[int, int]], keys: Iterable[bytes]
 ) -> Iterator[tuple[int, int, list[bytes]]]:
     """Join keys whose places, (group, position), follow each other: group, first position, keys."""
-    run: list[bytes] = []
-    begin = last = (-1, -1)
-    for place, key in sorted(zip(places, keys, strict=True)):
-        if run and place != (last[0], last[1] + 1):
-            yield *begin, run
-            run = []
-        if not run:
-            begin = place
-        run.append(key)
-        last = place
-    if run:
-        yield *begin, run
+    blocks = enumerate(sorted(zip(places, keys, strict=True)))
+    for _, row in groupby(blocks, lambda block: (block[1][0][0], block[1][0][1] - block[0])):
+        run = [placed for _, placed in row]
+        yield *run[0][0], [key for _, key in run]

@@ -21,6 +21,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,13 +220,10 @@ class Run(NamedTuple):
         return tuple(key[: self.hash_bytes] for key in self.keys)
 
     def held(self, held: Sequence[bool]) -> Iterator[Run]:
-        begin = 0
-        for end in range(len(held) + 1):
-            if end < len(held) and held[end]:
-                continue
-            if end > begin:
-                yield self.part(begin, end)
-            begin = end + 1
+        for is_held, run in groupby(range(len(held)), held.__getitem__):
+            if is_held:
+                places = [*run]
+                yield self.part(places[0], places[-1] + 1)
 
     def part(self, begin: int, end: int) -> Run:
         if end - begin == len(self.keys):
