@@ -11,6 +11,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from tiers.block import HEADER_BYTES, Buffer, digest, expect, pack_header, verify
@@ -466,21 +467,16 @@ def _mark(done: list[bool], places: Sequence[Sequence[int]]) -> None:
             done[place] = True
 
 
-def _rows(numbers: Sequence[int]) -> list[range]:
-    """Numbers that rise, as ranges of those that follow each other."""
-    rows: list[range] = []
-    for number in numbers:
-        if rows and rows[-1].stop == number:
-            rows[-1] = range(rows[-1].start, number + 1)
-        else:
-            rows.append(range(number, number + 1))
-    return rows
+def _rows(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers that rise, as lists of those that follow each other."""
+    rows = groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    return [[number for _, number in row] for _, row in rows]
 
 
 def _missing(group: _Group, held: Sequence[bool]) -> list[_Piece]:
     """The packs to put for what is not held."""
     return [
-        _Piece(group.keys[row.start], 0, [group.wanted[number] for number in row])
+        _Piece(group.keys[row[0]], 0, [group.wanted[number] for number in row])
         for row in _rows(group.left(held))
     ]
 
@@ -489,7 +485,7 @@ def _pieces(group: _Group, spans: Sequence[Span], hits: Sequence[bool]) -> list[
     """The parts of packs to read for what has not come."""
     wanted = group.left(hits) if hits else sorted(group.wanted)
     return [
-        _Piece(span.key, row.start - span.at, [group.wanted[number] for number in row])
+        _Piece(span.key, row[0] - span.at, [group.wanted[number] for number in row])
         for span in spans
         for row in _rows([number for number in wanted if span.at <= number < span.stop])
     ]
