@@ -17,7 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
-from tiers.explain import explanations, spans
+from tiers.explain import spans
+from tiers.explain.explanations import Explanations
 from tiers.explain.spans import engine_tracer
 from tiers.lab.replay import ReplayEngine
 
@@ -90,8 +91,7 @@ def test_without_a_trace_it_begins_one(
 
 def test_no_span_where_the_engine_does_not_trace(tmp_path: Path) -> None:
     assert engine_tracer() is None
-    made = explanations.open_explanations(chain_of(cpu(), explain={}).explain, ["cpu"], 4)
-    assert made is not None
+    made = Explanations(["cpu"], 4, tracer=engine_tracer())
     assert made._spans is None
     made.close()
 

@@ -26,7 +26,8 @@ from tiers.contract.generation import Generation
 from tiers.contract.pool_size import PoolSize
 from tiers.contract.protocols import RequestObserver
 from tiers.contract.weight_reports import Watch
-from tiers.explain.explanations import Explanations, open_explanations
+from tiers.explain.explanations import Explanations
+from tiers.explain.spans import engine_tracer
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
@@ -64,15 +65,16 @@ def scheduler_parts(
     opener = TierOpener(chain, engine, generation, now)
     observers: list[RequestObserver] = []
     names = _names(chain)
-    explanations = open_explanations(chain.explain, names, engine.block_tokens)
-    if explanations is not None:
-        observers.append(explanations)
+    explainer = Explanations()
+    if (explain := chain.explain) is not None:
+        explainer = Explanations(names, engine.block_tokens, explain.requests, engine_tracer())
+        observers.append(explainer)
     live = LiveChain(chain, requests, opener, now, names, observers)
     settings = MultiSettings(
         requests=requests,
         now=now,
         observers=observers,
-        explainer=explanations or Explanations(),
+        explainer=explainer,
         rebuilder=live,
     )
     tiers = [live.make(tier, chain) for tier in chain.tiers]

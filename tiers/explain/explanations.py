@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from spec.chain import ExplainSpec
 from tiers.contract.protocols import Request, SchedulerOutput
 from tiers.explain.accounts import Accounts
 from tiers.explain.notes import UNNOTED, Attempt, Decision, Explained, RequestNotes
-from tiers.explain.spans import Spans, engine_tracer
+from tiers.explain.spans import Spans
 
 MAX_REQUESTS = 1000
 MAX_BYTES = 16 << 20
@@ -174,12 +173,3 @@ def answer(explanations: Explanations, parameters: Mapping[str, Any]) -> list[di
     RuntimeError where something grew while it was read. May be called by any thread."""
     chosen = ExplainQuestion.model_validate(dict(parameters)).choose(explanations.all())
     return [explanations.accounts.of(notes) for notes in chosen]
-
-
-def open_explanations(
-    spec: ExplainSpec | None, names: Sequence[str], block_tokens: int
-) -> Explanations | None:
-    """Open what explains how requests of a chain of these tiers are served; None: nothing does."""
-    if spec is None:
-        return None
-    return Explanations(names, block_tokens, spec.requests, tracer=engine_tracer())
