@@ -62,11 +62,9 @@ class Document:
     `model`: the class that the data is checked by, if it is no chain.
     """
 
-    def __init__(
-        self, data: object, root: yaml.Node | None = None, model: type[BaseModel] | None = None
-    ) -> None:
-        self.data, self.model = data, model
-        self._root = root
+    def __init__(self, data: object, root: yaml.Node | None = None) -> None:
+        self.data, self._root = data, root
+        self.model: type[BaseModel] | None = None
 
     def known_part(self, loc: Loc) -> Loc:
         """Return a `written_part` without its last step, if that is not in the document."""
