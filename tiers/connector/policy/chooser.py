@@ -94,12 +94,9 @@ class Chooser:
     ) -> None:
         """`comparison`: of all children that are measured. `waits`: of their lookups."""
         self._following = following
-        self._children = tuple(zip(names, children, strict=True))
         self._comparison = comparison
         self._waits = waits
-        self._order: tuple[int, ...] = tuple(range(len(self._children)))
-        """The places of the children that may load, in load priority."""
-        self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
+        self.follow(children, names, range(len(children)))
         self.use_policy(load)
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
@@ -124,12 +121,12 @@ class Chooser:
     def follow(
         self, children: Sequence[SchedulerConnector], names: Sequence[str], order: Sequence[int]
     ) -> None:
-        """Choose among the children of these places alone, in this order, all of them tiers of
-        ours. What was planned so far stays as it is."""
+        """Choose among the children of these places alone, in this order. What was planned so far
+        stays as it is."""
         self._children = tuple(zip(names, children, strict=True))
         self._order = tuple(order)
-        ours = {i: child for i in order if isinstance(child := children[i], BlockLoader)}
-        self._loaders = ours
+        """The places of the children that may load, in load priority."""
+        self._loaders = {i: c for i in order if isinstance(c := children[i], BlockLoader)}
 
     # -- requests ----------------------------------------------------------------------------
 
