@@ -37,11 +37,8 @@ def kv_groups(
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_settings(vllm_config)
     refuse_mistaken_states(vllm_config, kv_cache_config)
-    sharing = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
-    groups = [
-        (_group(i, group, sharing), sorted(group.layer_names))
-        for i, group in enumerate(kv_cache_config.kv_cache_groups)
-    ]
+    groups = known_groups(vllm_config, kv_cache_config)
+    sharing = _sharing(vllm_config)
     if sharing > 1 and any(group.window for group, _ in groups):
         raise ValueError(
             f"kvtiers serves decode_context_parallel_size {sharing} with full attention alone. Set "
@@ -57,6 +54,22 @@ def kv_groups(
             "0.30 or later."
         )
     return groups
+
+
+def known_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> list[tuple[KVGroup, list[str]]]:
+    """Return the same, whether they can be served or not. Raises ValueError for one of a kind that
+    is not known."""
+    return [
+        (_group(i, group, _sharing(vllm_config)), sorted(group.layer_names))
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+
+
+def _sharing(vllm_config: VllmConfig) -> int:
+    """How many ranks share the tokens of a block."""
+    return getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
 
 
 def refuse_settings(vllm_config: VllmConfig) -> None:

@@ -10,21 +10,34 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from tiers.block import namespace
+from tiers.connector.policy.load_room import LoadRoom
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
-from tiers.contract.engine_info import MOMENT
+from tiers.contract.engine_info import MOMENT, EngineInfo
+from tiers.contract.protocols import Request
 from tiers.contract.weight_reports import WeightOrders, Weights
 from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.identity.facts import config_facts, layer_facts
 from tiers.engine.model_weights import ModelWeights
-from tiers.engine.vllm_groups import overwrites_early, refuse_mistaken_states, refuse_model
+from tiers.engine.vllm_groups import (
+    known_groups,
+    overwrites_early,
+    refuse_mistaken_states,
+    refuse_model,
+)
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_watch import before_resets, caller
 from tiers.records import NamespaceNote
@@ -35,6 +48,20 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _LoadingRequest:
+    """A request that vLLM's connector loads, or may load; `next_step`: see `LoadRoom`."""
+
+    request: Request
+    next_step: int = 0
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it loads, or has loaded and waits for its first step."""
+        waits = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING
+        return getattr(self.request, "status", None) in waits
 
 
 class HostingEngine:
@@ -76,6 +103,8 @@ class HostingEngine:
         self._watch.begin()
         self._resets = 0
         self._has_looked = False
+        self._room = load_room(config, scheduler)
+        self._keep_room(caller(OffloadingConnectorScheduler))
 
     def namespace(self, seconds: float = 0.0) -> bytes:
         """Return the namespace of all blocks; empty if it is unknown after `seconds`."""
@@ -105,6 +134,7 @@ class HostingEngine:
 
     def end_step(self) -> None:
         """Look again in the next step."""
+        self._room.step_begins()
         self._judge()
         self._watch.bind(WeightOrders())
         self._has_looked = False
@@ -147,12 +177,51 @@ class HostingEngine:
 
         core.collective_rpc = calling
 
+    def _keep_room(self, connector: Any) -> None:
+        """Have requests wait to load while `LoadRoom` is short."""
+        look_up, begin = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        loading: list[_LoadingRequest] = []
+        end = 0  # of what was found for the request that was asked about last
+
+        def looking_up(request: Any, computed: int, *args: Any, **more: Any) -> Any:
+            nonlocal end
+            found = look_up(request, computed, *args, **more)
+            end = computed + (found[0] or 0)
+            for one in [*loading]:
+                if one.request is request or not one.has_blocks:
+                    loading.remove(one)
+                    self._room.ends(one)
+            if found[0] and not self._room.fits(_LoadingRequest(request), end):
+                return None, False
+            return found
+
+        def beginning(request: Any, blocks: Any, tokens: int) -> Any:
+            if tokens:
+                loading.append(_LoadingRequest(request))
+                self._room.begins(loading[-1], end)
+            return begin(request, blocks, tokens)
+
+        connector.get_num_new_matched_tokens = looking_up
+        connector.update_state_after_alloc = beginning
+
     def _outdate(self) -> None:
         self._is_outdated = True
         logger.info(
             "the engine's prefix cache is reset, or its weights have changed: the hosted tiers "
             "serve and keep nothing from now on, but after a reset with reset_connector=True"
         )
+
+
+def load_room(config: VllmConfig, scheduler: Any) -> LoadRoom:
+    """Return the room for loads of an engine; without bound for a model that we don't know."""
+    groups = []
+    with suppress(ValueError):
+        groups = [group for group, _ in known_groups(config, scheduler.kv_cache_config)]
+    step_tokens = config.scheduler_config.max_num_batched_tokens
+    room = LoadRoom(EngineInfo({}, 1, 1, 0, groups=tuple(groups), step_tokens=step_tokens))
+    # The manager of blocks is made after the connector.
+    room.free_blocks = lambda: scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return room
 
 
 def facts_of_worker(worker: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.vllm.tiny_vllm import GEMMA, GEMMA_4, MISTRAL, WINDOW, Run, documents
+from tests.engine.vllm.tiny_vllm import GEMMA, GEMMA_4, MISTRAL, WINDOW, Run, documents, hosted
 from tiers.remote.packs.bucket import is_mark
 
 pytestmark = pytest.mark.vllm
@@ -123,8 +123,9 @@ def test_loads_fail_where_another_comes_first_in_too_little_kv(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["chain", "hosted"])
 def test_a_burst_loads_no_more_than_leaves_room_to_compute(
-    run_windowed: Callable[..., Run],
+    run_windowed: Callable[..., Run], kind: str
 ) -> None:
     """vLLM keeps no room free for what layers with windows need next: the first to load has 128
     tokens left, for which the others, who are to be run behind it, would leave too few blocks."""
@@ -133,9 +134,10 @@ def test_a_burst_loads_no_more_than_leaves_room_to_compute(
     burst = [([*LONG[i][0][0][:held], *[7] * left], 8) for i, (held, left) in enumerate(tokens)]
     few = {"num_gpu_blocks_override": 72, "enable_prefix_caching": False}
     expected = run_windowed(GEMMA, [[one] for one in burst], **few).tokens
-    run = run_windowed(GEMMA, [*leading, burst], [CPU], settled=True, **few)
+    chain = {"tiers": [CPU]} if kind == "chain" else {"kv_transfer_config": hosted(CPU)}
+    run = run_windowed(GEMMA, [*leading, burst], settled=True, **few, **chain)
     assert run.tokens[-1] == [answer for (answer,) in expected]
-    assert run.loaded() == {"cpu": 320 + 2 * 576}
+    assert run.external_hits == 320 + 2 * 576
 
 
 @pytest.mark.faults

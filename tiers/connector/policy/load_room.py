@@ -10,9 +10,19 @@ its blocks is there, and behind them that for the next step of any that loads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from tiers.connector.policy.request_state import RequestState
 from tiers.contract.engine_info import EngineInfo, KVGroup
+from tiers.contract.protocols import Request
+
+
+class Loaded(Protocol):
+    """A request that loads. `next_step`: blocks that it needs behind that, until that step runs."""
+
+    next_step: int
+
+    @property
+    def request(self) -> Request: ...
 
 
 class LoadRoom:
@@ -25,32 +35,32 @@ class LoadRoom:
         self._step_tokens = engine.step_tokens
         self.free_blocks: Callable[[], int] | None = None
         """Blocks that the engine has free, those included that it would evict; None: not known."""
-        self._used: list[RequestState] = []
+        self._used: list[Loaded] = []
         self._is_short = False
 
     def step_begins(self) -> None:
         """All may ask again, in the engine's order."""
         self._is_short = False
 
-    def fits(self, request_state: RequestState, end: int) -> bool:
+    def fits(self, loaded: Loaded, end: int) -> bool:
         """Whether a request may load what it has not computed of its first `end` tokens. Where it
         may not, none behind it may before the next step: else they might pass it for ever."""
         if self._has_windows and self._used and self.free_blocks and not self._is_short:
-            own = self._next_step(request_state, end)
+            own = self._next_step(loaded, end)
             steps = max(own, *(one.next_step for one in self._used))
             self._is_short = self.free_blocks() < self._held(end) + steps
         return not self._used or not self._is_short
 
-    def begins(self, request_state: RequestState, end: int) -> None:
+    def begins(self, loaded: Loaded, end: int) -> None:
         """The engine has given it the blocks of its first `end` tokens, into which tiers load."""
-        request_state.next_step = self._next_step(request_state, end)
-        self._used.append(request_state)
+        loaded.next_step = self._next_step(loaded, end)
+        self._used.append(loaded)
 
-    def ends(self, request_state: RequestState) -> None:
+    def ends(self, loaded: Loaded) -> None:
         """It runs, has finished, or is asked about anew: it has no blocks then."""
-        if request_state.next_step:
-            request_state.next_step = 0
-            self._used.remove(request_state)
+        if loaded.next_step:
+            loaded.next_step = 0
+            self._used.remove(loaded)
 
     @property
     def is_used(self) -> bool:
@@ -64,10 +74,10 @@ class LoadRoom:
             for group in self._groups
         )
 
-    def _next_step(self, request_state: RequestState, computed: int) -> int:
+    def _next_step(self, loaded: Loaded, computed: int) -> int:
         """Blocks that the engine wants free before a step, one more of each group for drafts:
         without windows for all of the prompt, with them for what the step computes."""
-        stop = request_state.request.num_tokens
+        stop = loaded.request.num_tokens
         step = min(stop, computed + (self._step_tokens or stop))
         ends = (step if group.window is not None else stop for group in self._groups)
         return sum(
