@@ -145,7 +145,7 @@ class Attempt:
         self.foreign[child] = tokens
 
     def joins(self, loader: str) -> None:
-        """It waits for another request's load of the same blocks."""
+        """It waits for another request's load, of the same blocks or that leaves it no room."""
         if self.joined is None:
             self.joined, self.waits_for = time.perf_counter(), loader
 

@@ -138,6 +138,8 @@ def test_a_burst_loads_no_more_than_leaves_room_to_compute(
     run = run_windowed(GEMMA, [*leading, burst], settled=True, **few, **chain)
     assert run.tokens[-1] == [answer for (answer,) in expected]
     assert run.external_hits == 320 + 2 * 576
+    told = [attempt for one in run.explained for attempt in one["attempts"]]
+    assert kind == "hosted" or any("waited_for" in attempt for attempt in told)
 
 
 @pytest.mark.faults

@@ -172,7 +172,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         request_state = self._requests.of(request)
         self._room.ends(request_state)
         stands = self._stood > self._requests.engine.world_size + 1
-        is_held = stands and self._room.is_used and not request_state.wait_budget.is_looking
+        is_held = stands and self._room.first and not request_state.wait_budget.is_looking
         if self._sharing is not None and self._sharing.waits(request_state):
             choice = PENDING
         elif request_state.is_undecided and (
@@ -203,6 +203,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                     notes.joins(loader.request.request_id if loader else "")
                 elif choice.is_async and not self._room.fits(request_state, end):
                     choice = PENDING
+                    notes.joins(self._room.first)
         request_state.choice = choice._replace(computed=num_computed_tokens)
         request_state.is_undecided = True
         return choice.tokens, choice.is_async

@@ -63,9 +63,9 @@ class LoadRoom:
             self._used.remove(loaded)
 
     @property
-    def is_used(self) -> bool:
-        """Whether there is any."""
-        return bool(self._used)
+    def first(self) -> str:
+        """The name of the request that began to load first; empty: there is none."""
+        return self._used[0].request.request_id if self._used else ""
 
     def _held(self, tokens: int) -> int:
         """Blocks that a request of so many computed tokens holds at most."""
