@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine.vllm.tiny_vllm import GEMMA, GEMMA_4, MISTRAL, WINDOW, Run, documents, hosted
+from tests.engine.vllm.tiny_vllm import (
+    GEMMA,
+    GEMMA_4,
+    MISTRAL,
+    WINDOW,
+    Run,
+    documents,
+    hosted,
+    under_own_spec,
+)
 from tiers.remote.packs.bucket import is_mark
 
 pytestmark = pytest.mark.vllm
@@ -123,9 +132,9 @@ def test_loads_fail_where_another_comes_first_in_too_little_kv(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["chain", "hosted"])
+@pytest.mark.parametrize("kind", ["chain", "hosted", "store"])
 def test_a_burst_loads_no_more_than_leaves_room_to_compute(
-    run_windowed: Callable[..., Run], kind: str
+    run_windowed: Callable[..., Run], tmp_path: Path, kind: str
 ) -> None:
     """vLLM keeps no room free for what layers with windows need next: the first to load has 128
     tokens left, for which the others, who are to be run behind it, would leave too few blocks."""
@@ -134,12 +143,16 @@ def test_a_burst_loads_no_more_than_leaves_room_to_compute(
     burst = [([*LONG[i][0][0][:held], *[7] * left], 8) for i, (held, left) in enumerate(tokens)]
     few = {"num_gpu_blocks_override": 72, "enable_prefix_caching": False}
     expected = run_windowed(GEMMA, [[one] for one in burst], **few).tokens
-    chain = {"tiers": [CPU]} if kind == "chain" else {"kv_transfer_config": hosted(CPU)}
-    run = run_windowed(GEMMA, [*leading, burst], settled=True, **few, **chain)
+    chains: dict[str, dict[str, Any]] = {
+        "chain": {"tiers": [CPU]},
+        "hosted": {"kv_transfer_config": hosted(CPU)},
+        "store": {"kv_transfer_config": under_own_spec(disk(tmp_path), 64 << 20)},
+    }
+    run = run_windowed(GEMMA, [*leading, burst], settled=True, **few, **chains[kind])
     assert run.tokens[-1] == [answer for (answer,) in expected]
     assert run.external_hits == 320 + 2 * 576
     told = [attempt for one in run.explained for attempt in one["attempts"]]
-    assert kind == "hosted" or any("waited_for" in attempt for attempt in told)
+    assert any("waited_for" in attempt for attempt in told) is (kind == "chain")
 
 
 @pytest.mark.faults

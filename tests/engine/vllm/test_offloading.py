@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from spec.load import load_chain
-from tests.engine.vllm.recipes import recipe
-from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, GEMMA, Run, documents, hosted
+from tests.engine.vllm.tiny_vllm import (
+    BLOCK_TOKENS,
+    GEMMA,
+    Run,
+    documents,
+    hosted,
+    under_own_spec,
+)
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tiers.data.inspection import inspect_tier
 from tiers.disk.records import DiskRecords
@@ -286,9 +292,7 @@ def test_a_store_of_ours_under_vllms_own_spec(
 ) -> None:
     """Beside vLLM's own tiers: by one entry of `secondary_tiers`. Stores may hold half of its host
     memory, 24 blocks: no prompt of 18 is stored while another's still are."""
-    spec = {"spec_name": "OffloadingOnCpu", "cpu_bytes_to_use": 3 << 20}
-    transfer = recipe("Inside", 1, store=disk(tmp_path), **spec)
-    transfer["kv_connector_extra_config"]["spec_module_path"] = "tests.engine.vllm.own_offloading"
+    transfer = under_own_spec(disk(tmp_path), 3 << 20)
     run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, settled=True, **IN_PROCESS)
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
     assert (again.tokens, again.cached) == (answers, ALL)

@@ -220,3 +220,11 @@ def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
     """The configuration of vLLM's own OffloadingConnector with a chain of ours."""
     fixed = {"version": 1, "load_when": "always", "staging": "3MiB"}
     return recipe("Inside", chain={**fixed, "tiers": list(tiers), **chain})
+
+
+def under_own_spec(store: dict[str, Any], host_bytes: int) -> dict[str, Any]:
+    """The configuration of vLLM's own tiers with a store of ours among them."""
+    own = {"spec_name": "OffloadingOnCpu", "cpu_bytes_to_use": host_bytes}
+    transfer = recipe("Inside", 1, store=store, **own)
+    transfer["kv_connector_extra_config"]["spec_module_path"] = "tests.engine.vllm.own_offloading"
+    return transfer
