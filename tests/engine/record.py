@@ -41,8 +41,13 @@ WRAPPED = {
     "BlockPool": ("vllm.v1.core.block_pool", "reset_prefix_cache"),
     "Scheduler": ("vllm.v1.core.sched.scheduler", "reset_prefix_cache"),
     "EngineCore": ("vllm.v1.engine.core", "collective_rpc"),
+    "OffloadingConnectorScheduler": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+        "get_num_new_matched_tokens|update_state_after_alloc",
+    ),
 }
-"""Classes of which we wrap members to see weights and resets, and which members may be those."""
+"""Classes of which we wrap members to see weights, resets and loads, and which members may be
+those."""
 
 Read = Callable[[str], str | None]
 """The text of one of a version's files; None: it has none."""

@@ -115,6 +115,10 @@ def test_what_we_wrap_is_there_and_is_all(version: str) -> None:
     wrapped = by_class(facts(version)["wrapped"])
     assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": "lora_request"}
     assert wrapped.pop("EngineCore") == {"collective_rpc": "method timeout args kwargs"}
+    loads = wrapped.pop("OffloadingConnectorScheduler")
+    assert loads["update_state_after_alloc"] == "request blocks num_external_tokens"
+    asked = loads["get_num_new_matched_tokens"].split()
+    assert asked[:2] == ["request", "num_computed_tokens"]
     worker = wrapped.pop("Worker").keys()
     assert worker - CHANGES_NOTHING.keys() <= {*WEIGHT_CHANGERS}, (
         "may change weights, and is not counted"

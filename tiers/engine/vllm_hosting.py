@@ -183,10 +183,10 @@ class HostingEngine:
         loading: list[_LoadingRequest] = []
         end = 0  # of what was found for the request that was asked about last
 
-        def looking_up(request: Any, computed: int, *args: Any, **more: Any) -> Any:
+        def looking_up(request: Any, num_computed_tokens: int, *args: Any, **more: Any) -> Any:
             nonlocal end
-            found = look_up(request, computed, *args, **more)
-            end = computed + (found[0] or 0)
+            found = look_up(request, num_computed_tokens, *args, **more)
+            end = num_computed_tokens + (found[0] or 0)
             for one in [*loading]:
                 if one.request is request or not one.has_blocks:
                     loading.remove(one)
@@ -195,11 +195,11 @@ class HostingEngine:
                 return None, False
             return found
 
-        def beginning(request: Any, blocks: Any, tokens: int) -> Any:
-            if tokens:
+        def beginning(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            if num_external_tokens:
                 loading.append(_LoadingRequest(request))
                 self._room.begins(loading[-1], end)
-            return begin(request, blocks, tokens)
+            return begin(request, blocks, num_external_tokens)
 
         connector.get_num_new_matched_tokens = looking_up
         connector.update_state_after_alloc = beginning
