@@ -185,6 +185,7 @@ def test_a_hint_about_a_long_prompt_is_obeyed_over_several_steps(
     ask(made, prompt)
     paced = Paced(made, monkeypatch)
     paced.hint(prompt)
+    made.run()  # it loads, which may take longer than the steps
     assert paced.steps() == [25] * 4 and retained(made) == 100
     paced.hint(prompt)
     made.run()

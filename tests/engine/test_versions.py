@@ -117,8 +117,8 @@ def test_what_we_wrap_is_there_and_is_all(version: str) -> None:
     assert wrapped.pop("EngineCore") == {"collective_rpc": "method timeout args kwargs"}
     loads = wrapped.pop("OffloadingConnectorScheduler")
     assert loads["update_state_after_alloc"] == "request blocks num_external_tokens"
-    asked = loads["get_num_new_matched_tokens"].split()
-    assert asked[:2] == ["request", "num_computed_tokens"]
+    asked = loads["get_num_new_matched_tokens"]
+    assert asked is not None and asked.split()[:2] == ["request", "num_computed_tokens"]
     worker = wrapped.pop("Worker").keys()
     assert worker - CHANGES_NOTHING.keys() <= {*WEIGHT_CHANGERS}, (
         "may change weights, and is not counted"

@@ -198,7 +198,7 @@ def test_a_tier_may_have_nothing_to_load_of_its_part(
 ) -> None:
     """Which no window reaches. Of a store that keeps prompts together; the other answers later."""
     head = {"type": "shared", "path": str(tmp_path), "paused": "writes"}
-    pace = Pace(lambda verb, _: 0.05 if verb == "has" else 0.0)
+    pace = Pace(lambda verb, _: 0.3 if verb == "has" else 0.0)
     tail = GivenSpec(type="tail").over(SlowStore(MemoryStore(), pace, indexed=False))
     tmp_path.chmod(0o700)
     one = engine(chain_of({**head, "paused": None}, staging=STAGING), model=WINDOWS)
