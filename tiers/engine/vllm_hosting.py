@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WAITS = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
+"""States of a request that loads, or has loaded and not run since: then as before the load."""
+
 
 @dataclass(eq=False)
 class _LoadingRequest:
@@ -59,9 +62,8 @@ class _LoadingRequest:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it loads, or has loaded and waits for its first step."""
-        waits = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING
-        return getattr(self.request, "status", None) in waits
+        """Whether it loads, or has loaded and waits for its next step."""
+        return getattr(self.request, "status", None) in WAITS
 
 
 class HostingEngine:
