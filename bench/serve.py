@@ -65,7 +65,7 @@ def _binding() -> str:
 
 
 class Engine:
-    """The other end: starts an engine and asks it. Its log goes to standard error."""
+    """The other end: starts an engine and asks it. Its log is dropped."""
 
     def __init__(self, environment: dict[str, str], **engine_args: Any) -> None:
         """`environment`: of the engine's process, where the caller's own does not say more."""
