@@ -71,11 +71,17 @@ def kvtiers(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-def until_recorded(server: VllmServer, requests: int) -> None:
+def until_recorded(server: VllmServer, requests: int) -> int:
+    """Wait for so many requests; how many there are then, which may come by hundreds a second."""
     end = time.monotonic() + 300
-    while server.metrics()["vllm:kvtiers_recorded_requests_total"]["(chain)"] < requests:
+    while (found := recorded(server)) < requests:
         assert time.monotonic() < end, "so many requests do not come"
-        time.sleep(0.5)
+        time.sleep(0.2)
+    return found
+
+
+def recorded(server: VllmServer) -> int:
+    return int(server.metrics()["vllm:kvtiers_recorded_requests_total"]["(chain)"])
 
 
 def watched(chain: Path, control: Path) -> tuple[int, list[str]]:
@@ -104,10 +110,10 @@ def test_advice_is_followed_and_a_bad_chain_goes_back(tiny_llama: Path, tmp_path
     try:
         expected = [server.complete(prompt, 4) for prompt in PROMPTS]
         with traffic(server, expected) as clients:
-            until_recorded(server, REQUESTS // 3)  # a choice sees the first 0.6 of them
+            of_few = until_recorded(server, REQUESTS // 3)
             for client in clients:
                 client.some = len(PROMPTS)
-            until_recorded(server, REQUESTS)
+            until_recorded(server, 3 * of_few)  # a choice sees the first 0.6 of them
             options = ["--folder", control, "--chains", 40, "--processes", 1, "--output", new]
             advice = kvtiers("recommend", *options)
             print(advice.stdout, advice.stderr)
