@@ -131,13 +131,17 @@ def test_stretches_show_how_waiting_times_vary() -> None:
     assert [tuple(part) for part in one.stretches] == short * 7 + long * 9
 
 
-def test_stretches_tell_whose_tokens_they_were() -> None:
-    """What the second half asks for was stored in the first; the engine's own cache has none."""
+@pytest.mark.parametrize("rate", [FAST, 200.0], ids=["at once", "in a queue"])
+def test_stretches_tell_whose_tokens_they_were(rate: float) -> None:
+    """What the second half asks for was stored in the first; the engine's own cache has none. In a
+    queue tiers load for others while these are served."""
     requests = chats(3, 150, 20.0)
     chain = always((tier("a", 10**4),))
-    one = simulate(requests, SIZE, chain, machine(engine_cache=50 * SIZE), warm=0.5)
+    on = machine(engine_cache=50 * SIZE, prefill_rate=rate)
+    one = simulate(requests, SIZE, chain, on, warm=0.5)
     assert sum(part.tier_tokens for part in one.stretches) == one.tier_hit_tokens > 0
-    assert sum(part.computed_tokens for part in one.stretches) == one.computed_tokens
+    assert sum(part.computed_tokens for part in one.stretches) == one.computed_tokens > 0
+    assert one.prompt_tokens == one.engine_hit_tokens + one.tier_hit_tokens + one.computed_tokens
 
 
 def test_a_loaded_prompt_makes_room_for_one_before_it() -> None:

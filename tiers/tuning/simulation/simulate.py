@@ -94,10 +94,13 @@ def report_on(
     seconds = max(end.now - start.now, 1e-9)
     counts = zip(tiers, start.tiers, end.tiers, strict=True)
     block_bytes = machine.kv_bytes_per_token * block_tokens
-    uses = tuple(_use(*one, seconds, machine, block_bytes) for one in counts)
+    loaded = sum(prompt.loaded for prompt in served)
+    # Where prompts wait, tiers load meanwhile for others than are served.
+    between = sum(map(_hits, start.tiers, end.tiers))
+    part = loaded / between if between else 0.0
+    uses = tuple(_use(*one, seconds, machine, block_bytes, part) for one in counts)
     waits = sorted(prompt.wait for prompt in served)
     tokens, own = sum(prompt.tokens for prompt in served), sum(prompt.own for prompt in served)
-    loaded = sum(use.hit_tokens for use in uses)
     # A cache of 0 bytes is that of an engine without a prefix cache, which always has room.
     room = machine.engine_cache // block_bytes if machine.engine_cache else math.inf
     return Report(
@@ -118,6 +121,10 @@ def report_on(
     )
 
 
+def _hits(before: TierCounts, after: TierCounts) -> int:
+    return after.hit_tokens - before.hit_tokens
+
+
 def _use(
     tier: SimTier,
     before: TierCounts,
@@ -125,14 +132,16 @@ def _use(
     seconds: float,
     machine: Machine,
     block_bytes: int,
+    part: float,
 ) -> TierUse:
+    """`part`: of the tokens that were loaded meanwhile, those of the prompts that were served."""
     profile = machine.profile(tier.name, tier.type)
     stored = after.stored - before.stored
     dropped = max(0, after.dropped - before.dropped)
     a_day = stored * block_bytes / seconds * DAY
     return TierUse(
         name=tier.name,
-        hit_tokens=after.hit_tokens - before.hit_tokens,
+        hit_tokens=round(_hits(before, after) * part),
         load_busy=(after.load_busy - before.load_busy) / seconds,
         store_busy=(after.store_busy - before.store_busy) / seconds,
         loaded_bytes=(after.loaded - before.loaded) * block_bytes,
