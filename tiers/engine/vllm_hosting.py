@@ -60,11 +60,6 @@ class _LoadingRequest:
     request: Request
     next_step: int = 0
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it loads, or has loaded and waits for its next step."""
-        return getattr(self.request, "status", None) in WAITS
-
 
 class HostingEngine:
     """The engine whose scheduler is making an offloading spec's manager. Used by the scheduler's
@@ -106,7 +101,8 @@ class HostingEngine:
         self._resets = 0
         self._has_looked = False
         self._room = load_room(config, scheduler)
-        self._keep_room(caller(OffloadingConnectorScheduler))
+        if self._room.has_windows:
+            self._keep_room(caller(OffloadingConnectorScheduler))
 
     def namespace(self, seconds: float = 0.0) -> bytes:
         """Return the namespace of all blocks; empty if it is unknown after `seconds`."""
@@ -182,25 +178,23 @@ class HostingEngine:
     def _keep_room(self, connector: Any) -> None:
         """Have requests wait to load while `LoadRoom` is short."""
         look_up, begin = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-        loading: list[_LoadingRequest] = []
+        room = self._room
         end = 0  # of what was found for the request that was asked about last
 
         def looking_up(request: Any, num_computed_tokens: int, *args: Any, **more: Any) -> Any:
             nonlocal end
             found = look_up(request, num_computed_tokens, *args, **more)
             end = num_computed_tokens + (found[0] or 0)
-            for one in [*loading]:
-                if one.request is request or not one.has_blocks:
-                    loading.remove(one)
-                    self._room.ends(one)
-            if found[0] and not self._room.fits(_LoadingRequest(request), end):
-                return None, False
-            return found
+            if not found[0]:
+                return found
+            for one in [*room.used]:
+                if one.request is request or getattr(one.request, "status", None) not in WAITS:
+                    room.ends(one)
+            return found if room.fits(_LoadingRequest(request), end) else (None, False)
 
         def beginning(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             if num_external_tokens:
-                loading.append(_LoadingRequest(request))
-                self._room.begins(loading[-1], end)
+                room.begins(_LoadingRequest(request), end)
             return begin(request, blocks, num_external_tokens)
 
         connector.get_num_new_matched_tokens = looking_up

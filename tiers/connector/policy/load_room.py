@@ -31,11 +31,13 @@ class LoadRoom:
 
     def __init__(self, engine: EngineInfo) -> None:
         self._groups = engine.kv_groups
-        self._has_windows = any(g.window is not None and not g.is_state for g in self._groups)
+        self.has_windows = any(g.window is not None and not g.is_state for g in self._groups)
+        """Whether there is anything to wait for."""
         self._step_tokens = engine.step_tokens
         self.free_blocks: Callable[[], int] | None = None
         """Blocks that the engine has free, those included that it would evict; None: not known."""
-        self._used: list[Loaded] = []
+        self.used: list[Loaded] = []
+        """In the order in which they began."""
         self._is_short = False
 
     def step_begins(self) -> None:
@@ -45,27 +47,27 @@ class LoadRoom:
     def fits(self, loaded: Loaded, end: int) -> bool:
         """Whether a request may load what it has not computed of its first `end` tokens. Where it
         may not, none behind it may before the next step: else they might pass it for ever."""
-        if self._has_windows and self._used and self.free_blocks and not self._is_short:
+        if self.has_windows and self.used and self.free_blocks and not self._is_short:
             own = self._next_step(loaded, end)
-            steps = max(own, *(one.next_step for one in self._used))
+            steps = max(own, *(one.next_step for one in self.used))
             self._is_short = self.free_blocks() < self._held(end) + steps
-        return not self._used or not self._is_short
+        return not self.used or not self._is_short
 
     def begins(self, loaded: Loaded, end: int) -> None:
         """The engine has given it the blocks of its first `end` tokens, into which tiers load."""
         loaded.next_step = self._next_step(loaded, end)
-        self._used.append(loaded)
+        self.used.append(loaded)
 
     def ends(self, loaded: Loaded) -> None:
         """It runs, has finished, or is asked about anew: it has no blocks then."""
         if loaded.next_step:
             loaded.next_step = 0
-            self._used.remove(loaded)
+            self.used.remove(loaded)
 
     @property
     def first(self) -> str:
         """The name of the request that began to load first; empty: there is none."""
-        return self._used[0].request.request_id if self._used else ""
+        return self.used[0].request.request_id if self.used else ""
 
     def _held(self, tokens: int) -> int:
         """Blocks that a request of so many computed tokens holds at most."""
