@@ -151,6 +151,7 @@ def test_a_burst_loads_no_more_than_leaves_room_to_compute(
     run = run_windowed(GEMMA, [*leading, burst], settled=True, **few, **chains[kind])
     assert run.tokens[-1] == [answer for (answer,) in expected]
     assert run.external_hits == 320 + 2 * 576
+    assert run.loaded() == ({"cpu": 320 + 2 * 576} if kind == "chain" else {})
     told = [attempt for one in run.explained for attempt in one["attempts"]]
     assert any("waited_for" in attempt for attempt in told) is (kind == "chain")
 
