@@ -59,8 +59,8 @@ def kv_groups(
 def known_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[KVGroup, list[str]]]:
-    """Return the same, whether they can be served or not. Raises ValueError for one of a kind that
-    is not known."""
+    """Return the KV cache groups and their layers, whether kvtiers serves them or not. Raises
+    ValueError for a group of an unknown kind."""
     return [
         (_group(i, group, _sharing(vllm_config)), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)

@@ -29,8 +29,8 @@ WATCH = 20
 """Seconds."""
 FEW = 3
 """Documents that are asked for at first: what the disk tier has room for."""
-REQUESTS = 420
-"""Enough for advice."""
+REQUESTS = 140
+"""Of few documents, at least: three times as many in all are enough for advice."""
 
 
 class Traffic(threading.Thread):
@@ -110,7 +110,7 @@ def test_advice_is_followed_and_a_bad_chain_goes_back(tiny_llama: Path, tmp_path
     try:
         expected = [server.complete(prompt, 4) for prompt in PROMPTS]
         with traffic(server, expected) as clients:
-            of_few = until_recorded(server, REQUESTS // 3)
+            of_few = until_recorded(server, REQUESTS)
             for client in clients:
                 client.some = len(PROMPTS)
             until_recorded(server, 3 * of_few)  # a choice sees the first 0.6 of them

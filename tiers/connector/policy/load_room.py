@@ -16,7 +16,7 @@ from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.protocols import Request
 
 
-class Loaded(Protocol):
+class LoadingRequest(Protocol):
     """A request that loads. `next_step`: blocks that it needs behind that, until that step runs."""
 
     next_step: int
@@ -36,7 +36,7 @@ class LoadRoom:
         self._step_tokens = engine.step_tokens
         self.free_blocks: Callable[[], int] | None = None
         """Blocks that the engine has free, those included that it would evict; None: not known."""
-        self.used: list[Loaded] = []
+        self.used: list[LoadingRequest] = []
         """In the order in which they began."""
         self._is_short = False
 
@@ -44,25 +44,25 @@ class LoadRoom:
         """All may ask again, in the engine's order."""
         self._is_short = False
 
-    def fits(self, loaded: Loaded, end: int) -> bool:
+    def fits(self, loading: LoadingRequest, end: int) -> bool:
         """Whether a request may load what it has not computed of its first `end` tokens. Where it
         may not, none behind it may before the next step: else they might pass it for ever."""
         if self.has_windows and self.used and self.free_blocks and not self._is_short:
-            own = self._next_step(loaded, end)
+            own = self._next_step(loading, end)
             steps = max(own, *(one.next_step for one in self.used))
             self._is_short = self.free_blocks() < self._held(end) + steps
         return not self.used or not self._is_short
 
-    def begins(self, loaded: Loaded, end: int) -> None:
+    def begins(self, loading: LoadingRequest, end: int) -> None:
         """The engine has given it the blocks of its first `end` tokens, into which tiers load."""
-        loaded.next_step = self._next_step(loaded, end)
-        self.used.append(loaded)
+        loading.next_step = self._next_step(loading, end)
+        self.used.append(loading)
 
-    def ends(self, loaded: Loaded) -> None:
+    def ends(self, loading: LoadingRequest) -> None:
         """It runs, has finished, or is asked about anew: it has no blocks then."""
-        if loaded.next_step:
-            loaded.next_step = 0
-            self.used.remove(loaded)
+        if loading.next_step:
+            loading.next_step = 0
+            self.used.remove(loading)
 
     @property
     def first(self) -> str:
@@ -76,10 +76,10 @@ class LoadRoom:
             for group in self._groups
         )
 
-    def _next_step(self, loaded: Loaded, computed: int) -> int:
+    def _next_step(self, loading: LoadingRequest, computed: int) -> int:
         """Blocks that the engine wants free before a step, one more of each group for drafts:
         without windows for all of the prompt, with them for what the step computes."""
-        stop = loaded.request.num_tokens
+        stop = loading.request.num_tokens
         step = min(stop, computed + (self._step_tokens or stop))
         ends = (step if group.window is not None else stop for group in self._groups)
         return sum(
