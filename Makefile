@@ -1,6 +1,6 @@
 # make demo     a prefix comes back from CPU memory, disk and Redis       ARGS="--json FILE"
 # make test     ruff, mypy and all tests but those that take long         ARGS="-k disk"
-#               the same with slow threads, which shows races          ARGS="-p tests.support.late_threads"
+#               with PYTHONPATH=$PWD/tests/support/late its threads are slow, which shows races
 # make faults   what takes too long for make test; both break all of docs/faults.md   ARGS="-k redis"
 # make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
 #               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"

@@ -1,8 +1,8 @@
-"""`make test ARGS="-p tests.support.late_threads"`: threads begin late, and answer early.
+"""Python runs this first where its folder is on PYTHONPATH: threads begin late, and answer early.
 
 What seldom happens, on a busy machine, happens in every run: a call waits before it begins, and
-its thread after it has answered. A test that fails so shows a race, of ours or its own. Processes
-that a test begins are as always.
+its thread after it has answered. A test that fails so shows a race, of ours or its own. Engines
+and servers that a test begins inherit PYTHONPATH, and wait as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def _run_late(self: threading.Thread) -> None:
     _run(self)
 
 
-def pytest_configure() -> None:
-    Future.set_running_or_notify_cancel = _begin_late  # type: ignore[method-assign]
-    Future.set_result = _answer_early  # type: ignore[method-assign]
-    threading.Thread.run = _run_late  # type: ignore[method-assign]
+Future.set_running_or_notify_cancel = _begin_late  # type: ignore[method-assign]
+Future.set_result = _answer_early  # type: ignore[method-assign]
+threading.Thread.run = _run_late  # type: ignore[method-assign]
