@@ -35,19 +35,20 @@ BASES = {
 }
 """Classes of vLLM's that ours derive from, and where they are."""
 WRAPPED = {
-    "Worker": ("vllm.v1.worker.gpu_worker", "weight|load_model|get_model"),
+    "Worker": ("vllm.v1.worker.gpu_worker", "(?!_).*(weight|load_model|get_model)"),
     "LRUCacheWorkerLoRAManager": ("vllm.lora.worker_manager", "add_adapter"),
     "KVCacheManager": ("vllm.v1.core.kv_cache_manager", "reset_prefix_cache"),
     "BlockPool": ("vllm.v1.core.block_pool", "reset_prefix_cache"),
     "Scheduler": ("vllm.v1.core.sched.scheduler", "reset_prefix_cache"),
     "EngineCore": ("vllm.v1.engine.core", "collective_rpc"),
+    "TritonAttentionImpl": ("vllm.v1.attention.backends.triton_attn", "_ensure_scale_caches"),
     "OffloadingConnectorScheduler": (
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
         "get_num_new_matched_tokens|update_state_after_alloc",
     ),
 }
-"""Classes of which we wrap members to see weights, resets and loads, and which members may be
-those."""
+"""Classes of which we wrap members to see weights, resets and loads, or call one that vLLM calls too
+late, and which members may be those."""
 
 Read = Callable[[str], str | None]
 """The text of one of a version's files; None: it has none."""
@@ -122,10 +123,9 @@ def record(read: Read, configs: Iterable[str]) -> Facts:
     bases: dict[str, str | None] = {}
     wrapped: dict[str, str | None] = {}
     for name, module in BASES.items():
-        bases |= members(name, source(module, read))
+        bases |= members(name, source(module, read), is_public)
     for name, (module, may_be) in WRAPPED.items():
-        found = members(name, source(module, read))
-        wrapped |= {m: takes for m, takes in found.items() if re.search(may_be, m.split(".")[1])}
+        wrapped |= members(name, source(module, read), re.compile(may_be).match)
     return {
         "variables": dict.fromkeys(variables_in(source(ENVS, read)), ""),
         "bases": bases,
@@ -165,12 +165,18 @@ def variables_in(module: ast.Module) -> list[str]:
     return []
 
 
-def members(name: str, module: ast.Module) -> dict[str, str | None]:
-    """Each public member of a class: its parameters, None of a property; "!": abstract."""
+def is_public(member: str) -> bool:
+    return not member.startswith("_")
+
+
+def members(
+    name: str, module: ast.Module, takes_up: Callable[[str], object]
+) -> dict[str, str | None]:
+    """Members of a class that are taken up: their parameters, None of a property; "!": abstract."""
     found: dict[str, str | None] = {}
     for cls in (n for n in module.body if isinstance(n, ast.ClassDef) and n.name == name):
         for node in cls.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef) and takes_up(node.name):
                 marks = {ast.unparse(mark) for mark in node.decorator_list}
                 mark = "!" if "abstractmethod" in marks else ""
                 takes = None if "property" in marks else parameters(node)

@@ -115,6 +115,7 @@ def test_what_we_wrap_is_there_and_is_all(version: str) -> None:
     wrapped = by_class(facts(version)["wrapped"])
     assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": "lora_request"}
     assert wrapped.pop("EngineCore") == {"collective_rpc": "method timeout args kwargs"}
+    assert wrapped.pop("TritonAttentionImpl") == {"_ensure_scale_caches": "kv_cache"}
     loads = wrapped.pop("OffloadingConnectorScheduler")
     assert loads["update_state_after_alloc"] == "request blocks num_external_tokens"
     asked = loads["get_num_new_matched_tokens"]

@@ -75,6 +75,7 @@ from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, r
 from tiers.engine.vllm_watch import (
     before_resets,
     copies_in_step,
+    fill_scales,
     name_of,
     seen_adapters,
     waker,
@@ -396,6 +397,10 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
             MultiWorker.__init__(self, *worker_parts(chain, info, opener))
         else:
             MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        fill_scales(self._vllm_config)
+        super().register_kv_caches(kv_caches)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)

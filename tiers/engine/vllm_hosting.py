@@ -39,7 +39,7 @@ from tiers.engine.vllm_groups import (
     refuse_model,
 )
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_watch import before_resets, caller
+from tiers.engine.vllm_watch import before_resets, caller, fill_scales
 from tiers.records import NamespaceNote
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class HostingEngine:
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in spec.config.groups]),
         }
         ask = self._executor.collective_rpc
+        ask(fill_scales_of_worker)
         self._late = late_facts(config, salt, lambda: {"layers": json.dumps(ask(facts_of_worker))})
         self._model = str(config.model_config.model)
         self._ranks = int(getattr(spec.config.parallel, "world_size", 1))
@@ -218,6 +219,11 @@ def load_room(config: VllmConfig, scheduler: Any) -> LoadRoom:
     # The manager of blocks is made after the connector.
     room.free_blocks = lambda: scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return room
+
+
+def fill_scales_of_worker(worker: Any) -> None:
+    """On a worker: see `fill_scales`."""
+    fill_scales(_inside(worker).vllm_config)
 
 
 def facts_of_worker(worker: Any) -> dict[str, str]:

@@ -84,6 +84,15 @@ def before_resets(cache: Any, notify: Callable[[], object]) -> None:
         )
 
 
+def fill_scales(vllm_config: Any) -> None:
+    """Have the layers of this worker fill the scales of KV that has one for each token and head.
+    vLLM's Triton attention fills all of them in its first step, those of loaded blocks too."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        attention = getattr(layer, "impl", None)
+        if getattr(attention, "_is_per_token_head_quant", False):
+            attention._ensure_scale_caches(layer.kv_cache)
+
+
 def copies_in_step(vllm_config: VllmConfig) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
     that sleeps, and does not announce it as 0.33 does, waits for its device alone."""

@@ -46,7 +46,23 @@ def take_any_mask(module: ModuleType) -> None:
     builder.create_masked_store = as_bools(builder.create_masked_store, 3)
 
 
-CHANGES = {"triton.backends": name_cpu, "triton.runtime.interpreter": take_any_mask}
+def take_triton(module: ModuleType) -> None:
+    """Who asks for the attention of GPUs gets it."""
+    choose = module.CpuPlatform.get_attn_backend_cls
+
+    def chosen(cls: type, backend: Any, *args: Any, **kwargs: Any) -> str:
+        is_triton = backend is not None and backend.name == "TRITON_ATTN"
+        path: str = backend.get_path() if is_triton else choose(backend, *args, **kwargs)
+        return path
+
+    module.CpuPlatform.get_attn_backend_cls = classmethod(chosen)
+
+
+CHANGES = {
+    "triton.backends": name_cpu,
+    "triton.runtime.interpreter": take_any_mask,
+    "vllm.platforms.cpu": take_triton,
+}
 
 
 class Changed(MetaPathFinder):

@@ -14,8 +14,9 @@ from tests.engine.vllm.test_states import (
     run_states,
     test_states_and_attention_come_back_from_every_tier,
 )
-from tests.engine.vllm.tiny_vllm import Run
+from tests.engine.vllm.tiny_vllm import Run, documents, hosted
 from tests.support.compatibility import engine_version
+from tests.support.replay_chains import disk
 
 __all__ = ["run_states", "test_states_and_attention_come_back_from_every_tier"]
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
@@ -43,3 +44,22 @@ def run_vllm(
         return found
 
     return on_v2
+
+
+@pytest.mark.parametrize("host", ["chain", "hosted"])
+def test_scales_of_loaded_blocks_are_not_overwritten_by_the_first_step(
+    host: str, run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    options = {
+        "attention_config": {"backend": "TRITON_ATTN"},
+        "kv_cache_dtype": "int8_per_token_head",
+        "max_model_len": 128,
+    }
+    batch = [(prompt, 3) for prompt in documents(1, 40)]
+    tiers = [disk(tmp_path)]
+    if host == "hosted":
+        tiers, options["kv_transfer_config"] = None, hosted(*tiers)
+    computed = run_vllm([batch], tiers, **options)
+    restarted = run_vllm([batch], tiers, **options)
+    assert (computed.cached, restarted.cached) == ([[0]], [[32]])
+    assert restarted.tokens == computed.tokens
