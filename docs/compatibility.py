@@ -162,6 +162,8 @@ What vLLM does by default there:
   Triton's interpreter runs its kernels (`make test-v2`, 0.32): recurrent states, windows,
   preemption, aborts, failing loads, sleep, changes of weights, two ranks, decode context
   parallelism, fp8 KV, int4 weights, n-grams, EAGLE and MTP, with one step in flight and with two.
+  So did the GPUs' Triton attention, with KV that has a scale for each token and head
+  (`int8_per_token_head` and its kin), whose scales vLLM's first step else sets to 1.
 """
 
 Record = Mapping[str, Mapping[str, Mapping[str, int | str]]]

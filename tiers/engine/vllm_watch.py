@@ -88,8 +88,8 @@ def fill_scales(vllm_config: Any) -> None:
     """Have the layers of this worker fill the scales of KV that has one for each token and head.
     vLLM's Triton attention fills all of them in its first step, those of loaded blocks too."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
-        attention = getattr(layer, "impl", None)
-        if getattr(attention, "_is_per_token_head_quant", False):
+        attention: Any = getattr(layer, "impl", None)
+        if getattr(attention, "_is_per_token_head_quant", False) and layer.kv_cache.numel():
             attention._ensure_scale_caches(layer.kv_cache)
 
 

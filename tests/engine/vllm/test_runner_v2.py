@@ -50,16 +50,16 @@ def run_vllm(
 def test_scales_of_loaded_blocks_are_not_overwritten_by_the_first_step(
     host: str, run_vllm: Callable[..., Run], tmp_path: Path
 ) -> None:
+    tier = disk(tmp_path)
+    chain = {"tiers": [tier]} if host == "chain" else {"kv_transfer_config": hosted(tier)}
     options = {
+        **chain,
         "attention_config": {"backend": "TRITON_ATTN"},
         "kv_cache_dtype": "int8_per_token_head",
         "max_model_len": 128,
     }
     batch = [(prompt, 3) for prompt in documents(1, 40)]
-    tiers = [disk(tmp_path)]
-    if host == "hosted":
-        tiers, options["kv_transfer_config"] = None, hosted(*tiers)
-    computed = run_vllm([batch], tiers, **options)
-    restarted = run_vllm([batch], tiers, **options)
+    computed = run_vllm([batch], **options)
+    restarted = run_vllm([batch], **options)
     assert (computed.cached, restarted.cached) == ([[0]], [[32]])
     assert restarted.tokens == computed.tokens
