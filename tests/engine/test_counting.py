@@ -189,7 +189,12 @@ def test_an_answer_that_was_there_before_the_engine_asked_is_noticed_at_once(
     made, clock = explaining(engine, tmp_path)
     made.add(PROMPT, 1)
     queue = manager_of(made)._queue
-    wait_for(lambda: not queue._waiting and not queue._calls)
+
+    def is_answered() -> bool:
+        with queue._lock:  # a thread that has taken it holds it in neither for a moment
+            return not queue._waiting and not queue._calls
+
+    wait_for(is_answered)
     clock.now += 9  # the step that was under way
     made.run()
     assert samples(made) == (0, 0)

@@ -146,7 +146,26 @@ def refuse_model(vllm_config: VllmConfig) -> None:
             "computed, its KV depends on later tokens, or it has no attention. Start vLLM without "
             "kvtiers."
         )
+    _refuse_mistaken_prefixes(vllm_config)
     _refuse_whole_prompts(vllm_config)
+
+
+def _refuse_mistaken_prefixes(vllm_config: VllmConfig) -> None:
+    """Raise ValueError where vLLM 0.29 to 0.33 answers wrongly behind a prefix that it finds. Its
+    attention over such KV takes no prompt of a step to have a prefix if the longest part to compute
+    is as long as the longest prompt, which may be another's. And it learns where the tokens behind
+    a pruned video are from the encoder, which a prefix with that video does not run."""
+    dtype, model = str(vllm_config.cache_config.cache_dtype), vllm_config.model_config
+    media, what = model.multimodal_config, ""
+    if dtype.startswith(("turboquant", "ultraquant")):
+        what = f"--kv-cache-dtype {dtype}"
+    elif media is not None and model.uses_mrope and media.is_multimodal_pruning_enabled():
+        what = f"--video-pruning-rate for {model.model}"
+    if what:
+        raise ValueError(
+            f"with {what} vLLM mistakes prefixes, and answers wrongly by itself. Leave it out, or "
+            "start vLLM without kvtiers."
+        )
 
 
 def _refuse_whole_prompts(vllm_config: VllmConfig) -> None:

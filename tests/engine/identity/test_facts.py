@@ -255,6 +255,18 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "with --enable-return-routed-experts",
         ),
         (
+            "KV by TurboQuant",
+            [{}],
+            {"cache_dtype": "turboquant_4bit_nc"},
+            "with --kv-cache-dtype turboquant_4bit_nc vLLM mistakes prefixes",
+        ),
+        (
+            "pruned videos and M-RoPE",
+            [{}],
+            {"prunes": True},
+            "with --video-pruning-rate for org/model vLLM mistakes prefixes",
+        ),
+        (
             "windows that are not cached, and computed again",
             [{}, {"kind": "SlidingWindowMLASpec", "prefix_cacheable": False}],
             {},
@@ -275,6 +287,10 @@ def test_what_can_t_be_served_is_named(
         model_config=SimpleNamespace(
             model="org/model",
             is_prefix_caching_supported=more.get("is_prefix_caching_supported", True),
+            uses_mrope=True,
+            multimodal_config=SimpleNamespace(
+                is_multimodal_pruning_enabled=lambda: more.get("prunes", False)
+            ),
         ),
         aux_output_config=SimpleNamespace(
             enable_return_routed_experts=more.get("enable_return_routed_experts", False)
@@ -284,7 +300,10 @@ def test_what_can_t_be_served_is_named(
             prefill_context_parallel_size=more.get("prefill_context_parallel_size", 1),
             pipeline_parallel_size=more.get("pipeline_parallel_size", 1),
         ),
-        cache_config=SimpleNamespace(prefix_match_unit=more.get("prefix_match_unit")),
+        cache_config=SimpleNamespace(
+            prefix_match_unit=more.get("prefix_match_unit"),
+            cache_dtype=more.get("cache_dtype", "auto"),
+        ),
         speculative_config=more.get("speculative_config"),
         use_v2_model_runner=more.get("use_v2_model_runner", False),
     )

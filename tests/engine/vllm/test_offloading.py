@@ -150,7 +150,7 @@ def engine_of(**model: Any) -> Engine:
     facts |= {"has_inner_state": False, "is_hybrid": False}
     return Engine(
         model_config=SimpleNamespace(**(facts | model)),
-        cache_config=SimpleNamespace(prefix_match_unit=None),
+        cache_config=SimpleNamespace(prefix_match_unit=None, cache_dtype="auto"),
         lora_config=None,
         weight_transfer_config=None,
     )
