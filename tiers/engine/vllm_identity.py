@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tiers.contract.engine_info import ALONE
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.facts import BackgroundFacts, layer_facts
-from tiers.engine.identity.weights import NoIdentity, identity, source
+from tiers.engine.identity.weights import NoIdentity, Source, identity, source
 from tiers.engine.plugin import BOOTED
 from tiers.engine.vllm_watch import this_worker
 
@@ -47,8 +47,11 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
     began, since = time.monotonic(), _process_began()
     digests = Digests(cache_folder(os.environ))
     model, load = vllm_config.model_config, vllm_config.load_config
+    scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     try:
         found = identity(source(model, load, _hub_folder(load), since), digests.of, since)
+        if scales is not None:  # of the images' encoder; a calibration writes such a file
+            found += identity(Source(files=(Path(scales),)), digests.of, since)
     except NoIdentity as error:
         if salt:
             where = getattr(model, "model_weights", "") or model.model

@@ -135,6 +135,27 @@ def test_what_nothing_tells_from_others_is_named(
     assert "bucket" not in str(refusal.value)
 
 
+@pytest.mark.vllm
+def test_other_scales_of_the_images_encoder_under_one_path_are_other_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiers.engine import vllm_identity
+
+    monkeypatch.setattr(vllm_identity, "_process_began", lambda: time.time() + 1)
+    file = tmp_path / "scales.json"
+    media = SimpleNamespace(mm_encoder_fp8_scale_path=str(file))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=None, multimodal_config=media),
+        load_config=SimpleNamespace(load_format="auto", download_dir=str(tmp_path)),
+    )
+    by_scale: dict[float, object] = {}
+    for scale in (1.0, 1.5, 1.0):
+        file.write_text(json.dumps({"layer.0": scale}))
+        facts = vllm_identity._weights(config, "", "alone")
+        assert by_scale.setdefault(scale, facts) == facts
+    assert by_scale[1.0] != by_scale[1.5]
+
+
 def test_random_weights_are_their_seed() -> None:
     assert found("org/model", load_format="dummy") == "random: 0"
 
