@@ -162,8 +162,9 @@ What vLLM does by default there:
   Triton's interpreter runs its kernels (`make test-v2`, 0.32): recurrent states, windows,
   preemption, aborts, failing loads, sleep, changes of weights, two ranks, decode context
   parallelism, fp8 KV, int4 weights, n-grams, EAGLE and MTP, with one step in flight and with two.
-  So did the GPUs' Triton attention, with KV that has a scale for each token and head
-  (`int8_per_token_head` and its kin), whose scales vLLM's first step else sets to 1.
+  So did Triton's attention of GPUs with KV that has a scale for each token and head
+  (`int8_per_token_head` and its kin), whose scales vLLM's first step else sets to 1; by hand
+  Triton's latent attention, and the kernels of Mamba 2 (Granite 4, float32).
 """
 
 Record = Mapping[str, Mapping[str, Mapping[str, int | str]]]

@@ -9,6 +9,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,12 +39,12 @@ def item(**values: Any) -> Any:
     return UserDict({name: SimpleNamespace(data=value) for name, value in values.items()})
 
 
-def seen(name: str, pixels: Any, at: int = 0) -> Any:
+def seen(name: str, pixels: Any, at: int = 0, length: int = 4) -> Any:
     """An image in a prompt; `pixels`: None, where it does not come to the scheduler."""
     return SimpleNamespace(
         identifier=name,
         modality="image",
-        mm_position=SimpleNamespace(offset=at, length=4),
+        mm_position=SimpleNamespace(offset=at, length=length),
         data=None if pixels is None else item(pixel_values=pixels),
     )
 
@@ -163,6 +164,41 @@ def test_which_tokens_an_image_fills_counts() -> None:
     images[2].mm_position.is_embed = torch.tensor([True, False, True, True])
     marks = [process().of(asked("1", image)).steps[0] for image in images]
     assert len(set(marks)) == 3
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_video_with_its_sound_is_not_stored(trust: bool) -> None:
+    """Where both begin, the engine's block hashes have the video alone: it computes with KV that it
+    has of another sound."""
+    video, sound = seen("video", RED, at=20, length=9), seen("sound", BLUE, at=20, length=9)
+    assert not process(trust).of(asked("1", video, sound)).shared
+    assert process(trust).of(asked("2", video, seen("sound", BLUE, at=29))).shared
+    growing, marks = asked("3", video), process(trust)
+    assert marks.of(growing).shared
+    growing.mm_features.append(sound)
+    assert not marks.of(growing).shared
+
+
+def test_what_other_nodes_encode_is_known_by_its_name_in_this_process_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here, there = (ContentMarks(False, room=100, elsewhere=True) for _ in range(2))
+    with caplog.at_level(logging.WARNING):
+        marks = [here.of(asked(str(n), seen("avatar", RED))) for n in range(2)]
+    (record,) = caplog.records
+    assert "trust_client_ids: true" in record.message
+    assert marks[0].shared and marks[0].steps == marks[1].steps
+    assert there.of(asked("1", seen("avatar", RED))).steps != marks[0].steps
+    assert not here.of(asked("3", seen("avatar", BLUE))).shared
+
+
+def test_a_part_of_a_medium_that_sees_all_of_itself_is_cut_before_it() -> None:
+    request = asked("1", seen("a", RED, at=20, length=9), seen("b", BLUE, at=40, length=9))
+    ends = [20, 21, 28, 29, 40, 48, 49, 50]
+    marks = ContentMarks(False, room=100, sees_all=True)
+    assert [marks.cut(request, end) for end in ends] == [20, 20, 20, 29, 40, 40, 49, 50]
+    assert [process().cut(request, end) for end in ends] == ends
+    assert marks.cut(SimpleNamespace(request_id="text"), 21) == 21
 
 
 def test_so_many_names_are_remembered() -> None:
@@ -303,6 +339,46 @@ def test_others_run_while_a_requests_images_are_digested(
     digesting.clear()
     made.run()
     assert with_images.output == answer(MODEL, prompt, 2)
+
+
+IMAGE = range(20, 60)
+
+
+def cut_before_image(_: MediaMarks, request: Any, tokens: int) -> int:
+    return IMAGE.start if IMAGE.start < tokens < IMAGE.stop else tokens
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_no_load_ends_within_an_image_that_sees_all_of_itself(
+    engine: Callable[..., ReplayEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    load: str,
+    windows: tuple[int | None, ...],
+) -> None:
+    model = replace(MODEL, windows=windows)
+    made = engine(chain_of(cpu(400), load_policy=load), model=model, prefix_caching=False)
+    prompt = list(range(80))
+    made.generate(prompt[:45], 1)
+    made.settle()
+    monkeypatch.setattr(MediaMarks, "cut", cut_before_image)
+    request = made.generate(prompt, 2)
+    assert request.output == answer(model, prompt, 2)
+    assert measured(made, "loaded_tokens", "cpu") == IMAGE.start
+    made.settle()
+    made.generate(prompt, 2)
+    assert measured(made, "loaded_tokens", "cpu") > IMAGE.start + IMAGE.stop
+
+
+@pytest.mark.parametrize("step", [24, 60, 64])
+def test_nothing_is_stored_once_a_step_ends_within_an_image_that_sees_all_of_itself(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setattr(MediaMarks, "cut", cut_before_image)
+    made = engine(chain_of(cpu(400)), prefix_caching=False, batch_tokens=step)
+    made.generate(list(range(80)), 2)
+    made.settle()
+    assert (measured(made, "stored_blocks", "cpu") > 0) is (step >= IMAGE.stop)
 
 
 class NeverKnown:
@@ -465,10 +541,16 @@ def test_an_item_of_another_kind_than_known_ends_no_engine() -> None:
 
 
 def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:
-    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb) if media else None
+    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb, language_model_only=False)
     return SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=multimodal),
+        model_config=SimpleNamespace(
+            model="org/model",
+            multimodal_config=multimodal if media else None,
+            is_mm_prefix_lm=False,
+            hf_config=SimpleNamespace(model_type="blip-2"),
+        ),
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        ec_transfer_config=None,
     )
 
 
@@ -492,6 +574,16 @@ def test_a_hosted_chain_refuses_what_it_can_not_tell_apart() -> None:
         refuse_unmarked_media(configured(), False)
     with pytest.raises(ValueError, match="--enable-prefix-caching"):
         refuse_unmarked_media(configured(False, 0), True)
+    for name, value in (
+        ("is_mm_prefix_lm", True),
+        ("hf_config", SimpleNamespace(model_type="qwen3_omni_moe")),
+    ):
+        parts = configured()
+        setattr(parts.model_config, name, value)
+        with pytest.raises(ValueError, match=r"org/model .*--language-model-only"):
+            refuse_unmarked_media(parts, True)
+        parts.model_config.multimodal_config.language_model_only = True
+        refuse_unmarked_media(parts, True)
     mixed = configured(media=False)
     mixed.model_config.enable_prompt_embeds = True
     with pytest.raises(ValueError, match="--enable-prompt-embeds"):

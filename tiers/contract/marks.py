@@ -69,6 +69,11 @@ class MediaMarks:
         """Its mark; waits for the rest of the work where that is not done yet."""
         return MediaMark()
 
+    def cut(self, request: Request, tokens: int) -> int:
+        """How many leading tokens of `tokens` may be computed or loaded apart from those behind:
+        fewer where each token of a medium attends to all of it, and the last is within one."""
+        return tokens
+
     def forget(self, request_id: str) -> None:
         """The request has finished, in all tiers."""
 

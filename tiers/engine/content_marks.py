@@ -8,7 +8,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from tiers.concurrency.repeated_log import LoggedOnce
@@ -30,6 +30,15 @@ _SEVERAL = (
     "two images with different contents had one name, and the engine's own caches rely on names: "
     "KV of requests with that name is not stored. Clients should give each image its own uuid, or "
     "none"
+)
+_ELSEWHERE = (
+    "other nodes encode this engine's images, and are asked for them by name: their KV is not "
+    "shared with other engines, nor found after a restart. If no client gives one uuid to two "
+    "images, set trust_client_ids: true in the chain"
+)
+_MIXED = (
+    "a video and its sound are in one place, where the engine's own caches go by the video's name: "
+    "KV of requests with both is not stored"
 )
 _LATE = (
     "media of request %s were not digested within max_wait: it is computed without tiers, and "
@@ -60,17 +69,28 @@ class ContentMarks(MediaMarks):
     The engine's own caches rely on names. Once one name had two contents, they may hold KV of
     either under it, so nothing of requests with that name is stored from then on. The same holds
     for the names of a request whose digests were not waited for: while it runs, and afterwards if
-    they are not known then.
+    they are not known then; and for a request with a video and its sound, which are in one place.
 
     Used by the scheduler's thread.
     """
 
-    def __init__(self, trust_names: bool, room: int, counted: bool = False) -> None:
+    def __init__(
+        self,
+        trust_names: bool,
+        room: int,
+        counted: bool = False,
+        elsewhere: bool = False,
+        sees_all: bool = False,
+    ) -> None:
         """`trust_names`: rely on names, and digest nothing. `room`: how many names to remember: as
-        many as the engine's caches can hold. `counted`: the engine makes names by a counter."""
+        many as the engine's caches can hold. `counted`: the engine makes names by a counter.
+        `elsewhere`: other nodes encode media, whom it asks by name. `sees_all`: each token of a
+        medium attends to all of it."""
         self._trust_names = trust_names
         self._room = room
         self._counted = counted
+        self._elsewhere = elsewhere
+        self._sees_all = sees_all
         self._here = secrets.token_bytes(MARK_BYTES)
         self._contents: OrderedDict[str, bytes | None] = OrderedDict()
         """The content of each name, in order of use; None: it had several."""
@@ -113,6 +133,8 @@ class ContentMarks(MediaMarks):
     def of(self, request: Any) -> MediaMark:
         """Return a request's mark, which grows if media are added while it runs. Waits for the
         digests; call it once `ready`."""
+        if self._trust_names:
+            return MediaMark(shared=self._are_apart(request))
         while self._unmarked(request):
             self.expect(request)
             asked = self._digesting[request.request_id]
@@ -130,11 +152,14 @@ class ContentMarks(MediaMarks):
     def _mark(self, request: Any, contents: list[bytes | None]) -> None:
         mark = self._marks.setdefault(request.request_id, MediaMark())
         names = self._names.setdefault(request.request_id, set())
-        whole = mark.steps[-1][1] if mark.steps else b""
+        whole = mark.steps[-1][1] if mark.steps else self._here * self._elsewhere
+        mark.shared &= self._are_apart(request)
         # Media may have been added since their digests were begun.
         for medium, content in zip(self._unmarked(request), contents, strict=False):
             if self._counted:
                 self._log.warn(_COUNTED)
+            if self._elsewhere:
+                self._log.warn(_ELSEWHERE)
             names.add(medium.identifier)
             known = self._known(medium.identifier, content)
             if known is None:
@@ -142,6 +167,22 @@ class ContentMarks(MediaMarks):
                 known = secrets.token_bytes(MARK_BYTES)
             whole = _digest(whole + known + _place(medium))
             mark.steps.append((medium.mm_position.offset, whole))
+
+    def _are_apart(self, request: Any) -> bool:
+        """Return whether no medium begins within another: block hashes would have one of both."""
+        places = [medium.mm_position for medium in getattr(request, "mm_features", None) or ()]
+        apart = all(one.offset + one.length <= next.offset for one, next in pairwise(places))
+        if not apart:
+            self._log.warn(_MIXED)
+        return apart
+
+    def cut(self, request: Any, tokens: int) -> int:
+        """Return `tokens`, or the first token of a medium of which `tokens` has a part alone."""
+        for medium in (getattr(request, "mm_features", None) or ()) if self._sees_all else ():
+            first = medium.mm_position.offset
+            if first < tokens < first + medium.mm_position.length:
+                return int(first)
+        return tokens
 
     def forget(self, request_id: str) -> None:
         """Drop the marks of a request. What its names stood for is kept."""
@@ -211,7 +252,10 @@ def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> Med
         return MediaMarks()
     counted = names_are_counted(vllm_config)
     room = max(LEAST_NAMES, kv_tokens // LEAST_TOKENS)
-    return ContentMarks(trust_client_ids and not counted, room, counted)
+    encoders = vllm_config.ec_transfer_config
+    elsewhere = encoders is not None and encoders.is_ec_consumer
+    sees_all = vllm_config.model_config.is_mm_prefix_lm
+    return ContentMarks(trust_client_ids and not counted, room, counted, elsewhere, sees_all)
 
 
 def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
@@ -235,4 +279,12 @@ def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
             "vLLM's OffloadingConnector identifies images by names that clients may choose. Use "
             "KVTiersConnector; or, if no client gives one name to two images, set "
             "trust_client_ids: true in the chain"
+        )
+    model = vllm_config.model_config
+    mixes = model.is_mm_prefix_lm or "omni" in str(model.hf_config.model_type)
+    if mixes and not model.multimodal_config.language_model_only:
+        raise ValueError(
+            f"vLLM's OffloadingConnector keeps what {model.model} computes of a part of an image "
+            "alone, or of a video with another's sound: use KVTiersConnector, or set "
+            "--language-model-only"
         )

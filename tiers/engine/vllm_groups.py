@@ -151,16 +151,19 @@ def refuse_model(vllm_config: VllmConfig) -> None:
 
 
 def _refuse_mistaken_prefixes(vllm_config: VllmConfig) -> None:
-    """Raise ValueError where vLLM 0.29 to 0.33 answers wrongly behind a prefix that it finds. Its
-    attention over such KV takes no prompt of a step to have a prefix if the longest part to compute
-    is as long as the longest prompt, which may be another's. And it learns where the tokens behind
-    a pruned video are from the encoder, which a prefix with that video does not run."""
+    """Raise ValueError where vLLM 0.29 to 0.33 answers wrongly behind a prefix that it finds. Over
+    TurboQuant's KV it takes no prompt of a step to have a prefix if the longest part to compute is
+    as long as the longest prompt, which may be another's. It learns where the tokens behind a
+    pruned video are from the encoder, which a prefix with that video does not run. And of loops
+    with one cache all but the last see other KV of a step's own tokens than of those before."""
     dtype, model = str(vllm_config.cache_config.cache_dtype), vllm_config.model_config
     media, what = model.multimodal_config, ""
     if dtype.startswith(("turboquant", "ultraquant")):
         what = f"--kv-cache-dtype {dtype}"
     elif media is not None and model.uses_mrope and media.is_multimodal_pruning_enabled():
         what = f"--video-pruning-rate for {model.model}"
+    elif getattr(model.hf_config, "recurrent_kv_cache_mode", "") == "last_loop":
+        what = f"recurrent_kv_cache_mode last_loop of {model.model}"
     if what:
         raise ValueError(
             f"with {what} vLLM mistakes prefixes, and answers wrongly by itself. Leave it out, or "

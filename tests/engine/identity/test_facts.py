@@ -267,6 +267,12 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "with --video-pruning-rate for org/model vLLM mistakes prefixes",
         ),
         (
+            "loops with one cache",
+            [{}],
+            {"recurrent_kv_cache_mode": "last_loop"},
+            "with recurrent_kv_cache_mode last_loop of org/model vLLM mistakes prefixes",
+        ),
+        (
             "windows that are not cached, and computed again",
             [{}, {"kind": "SlidingWindowMLASpec", "prefix_cacheable": False}],
             {},
@@ -288,6 +294,7 @@ def test_what_can_t_be_served_is_named(
             model="org/model",
             is_prefix_caching_supported=more.get("is_prefix_caching_supported", True),
             uses_mrope=True,
+            hf_config=SimpleNamespace(recurrent_kv_cache_mode=more.get("recurrent_kv_cache_mode")),
             multimodal_config=SimpleNamespace(
                 is_multimodal_pruning_enabled=lambda: more.get("prunes", False)
             ),

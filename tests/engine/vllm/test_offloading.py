@@ -147,7 +147,7 @@ PLAIN, ZEROED = (
 def engine_of(**model: Any) -> Engine:
     """That of a model."""
     facts: dict[str, Any] = {"model": "org/model", "multimodal_config": None}
-    facts |= {"has_inner_state": False, "is_hybrid": False}
+    facts |= {"has_inner_state": False, "is_hybrid": False, "hf_config": None}
     return Engine(
         model_config=SimpleNamespace(**(facts | model)),
         cache_config=SimpleNamespace(prefix_match_unit=None, cache_dtype="auto"),

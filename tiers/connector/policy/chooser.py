@@ -306,6 +306,7 @@ class Chooser:
         if not tokens:
             return NO_LOAD
         plan = self._stitched(found, tokens)
+        blocks = range(blocks.start, found.stop)
 
         def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> _Plan:
             held = self._coverage_of(paces, question)
@@ -383,12 +384,28 @@ class Chooser:
         known, asked = question.request_state.stitches, (tuple(loaders), blocks)
         found = known.get(asked)
         if found is None:
-            found = stitched(self._coverage_of(loaders, question), blocks, self._window)
+            coverage = self._coverage_of(loaders, question)
+            found = stitched(coverage, blocks, self._window)
+            found = self._cut_before_media(found, coverage, question, blocks.start)
             # The longest: others' prompts may still be stored while it waits.
             question.request_state.junction = max(question.request_state.junction, found.body)
             if not question.looking:
                 known[asked] = found
         return found
+
+    def _cut_before_media(
+        self, found: Stitch, coverage: Mapping[int, Coverage], question: _Question, start: int
+    ) -> Stitch:
+        """The prefix, or one that does not end within a medium (see `MediaMarks.cut`)."""
+        longest = found
+        while found.stop > start:
+            tokens = (found.stop - self._dropped) * self._block_tokens
+            cut = self._requests.engine.media.cut(question.request_state.request, tokens)
+            if cut == tokens:
+                break
+            stop = max(start, cut // self._block_tokens + self._dropped)
+            found = stitched(coverage, range(start, stop), self._window)
+        return found._replace(looking=longest.looking, body=longest.body)
 
     def _coverage_of(self, loaders: Iterable[int], question: _Question) -> dict[int, Coverage]:
         return {i: partial(self._held, i, question) for i in loaders}

@@ -428,6 +428,9 @@ class RequestTable:
             request_state.omitted = self._not_computed(request_state, before)
         if self._computed_since is not None:
             self._note_older(request_state, before, begins=is_new or is_resumed)
+        if self.engine.media.cut(request_state.request, after) < after:
+            # Its tokens do not attend to the rest of their image, whatever name the KV has.
+            request_state.may_store = False
         complete = self._complete(request_state, after)
         run = Scheduled(request_state, before, after, complete, is_new, states)
         self.step.scheduled.append(run)
