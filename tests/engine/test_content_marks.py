@@ -96,16 +96,18 @@ def test_a_place_in_shared_memory_is_no_content(unknown: Any) -> None:
     assert Digester().ask(unknown).result() is None
 
 
-def test_an_image_whose_content_is_not_seen_stays_in_its_process(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("elsewhere", "pixels"), [(False, None), (True, RED)])
+def test_an_image_whose_content_is_not_seen_or_encoded_elsewhere_stays_in_its_process(
+    elsewhere: bool, pixels: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, there = process(), process()
+    here, there = (ContentMarks(False, room=100, elsewhere=elsewhere) for _ in range(2))
     with caplog.at_level(logging.WARNING):
-        marks = [here.of(asked(str(n), seen("avatar", None))) for n in range(3)]
+        marks = [here.of(asked(str(n), seen("avatar", pixels))) for n in range(3)]
     (record,) = caplog.records
     assert "trust_client_ids: true" in record.message
     assert marks[0].shared and marks[0].steps == marks[1].steps
-    assert there.of(asked("1", seen("avatar", None))).steps != marks[0].steps
+    assert there.of(asked("1", seen("avatar", pixels))).steps != marks[0].steps
+    assert not here.of(asked("3", seen("avatar", BLUE))).shared
 
 
 def test_trusted_names_add_nothing_to_a_key() -> None:
@@ -177,19 +179,6 @@ def test_a_video_with_its_sound_is_not_stored(trust: bool) -> None:
     assert marks.of(growing).shared
     growing.mm_features.append(sound)
     assert not marks.of(growing).shared
-
-
-def test_what_other_nodes_encode_is_known_by_its_name_in_this_process_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    here, there = (ContentMarks(False, room=100, elsewhere=True) for _ in range(2))
-    with caplog.at_level(logging.WARNING):
-        marks = [here.of(asked(str(n), seen("avatar", RED))) for n in range(2)]
-    (record,) = caplog.records
-    assert "trust_client_ids: true" in record.message
-    assert marks[0].shared and marks[0].steps == marks[1].steps
-    assert there.of(asked("1", seen("avatar", RED))).steps != marks[0].steps
-    assert not here.of(asked("3", seen("avatar", BLUE))).shared
 
 
 def test_a_part_of_a_medium_that_sees_all_of_itself_is_cut_before_it() -> None:
