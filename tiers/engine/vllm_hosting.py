@@ -30,7 +30,7 @@ from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.protocols import Request
 from tiers.contract.weight_reports import WeightOrders, Weights
 from tiers.engine.content_marks import refuse_unmarked_media
-from tiers.engine.identity.facts import config_facts, layer_facts
+from tiers.engine.identity.facts import SOURCES, config_facts, layer_facts
 from tiers.engine.model_weights import ModelWeights
 from tiers.engine.vllm_groups import (
     known_groups,
@@ -84,7 +84,7 @@ class HostingEngine:
         }
         ask = self._executor.collective_rpc
         ask(fill_scales_of_worker)
-        self._late = late_facts(config, salt, lambda: {"layers": json.dumps(ask(facts_of_worker))})
+        self._late = late_facts(config, salt, lambda: facts_of_all(ask(facts_of_worker)))
         self._model = str(config.model_config.model)
         self._ranks = int(getattr(spec.config.parallel, "world_size", 1))
         tokens = math.lcm(*(group.tokens_per_block for group in spec.config.groups))
@@ -232,6 +232,12 @@ def facts_of_worker(worker: Any) -> dict[str, str]:
     caches = getattr(worker.model_runner, "kv_caches", ())
     pages = [(tuple(c.shape), c.stride(), str(c.dtype)) for c in caches if hasattr(c, "stride")]
     return {**layer_facts(worker.vllm_config, worker), "pages": repr(pages)}
+
+
+def facts_of_all(workers: list[dict[str, str]]) -> dict[str, str]:
+    """Return the facts of all workers as one engine's."""
+    sources = {key: value for key, value in workers[0].items() if key == SOURCES}
+    return {"layers": json.dumps(workers), **sources}
 
 
 def weights_of_worker(worker: Any) -> list[bytes]:

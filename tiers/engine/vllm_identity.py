@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -9,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tiers.contract.engine_info import ALONE
 from tiers.engine.identity.digests import Digests, FileChanged
-from tiers.engine.identity.facts import BackgroundFacts, layer_facts
-from tiers.engine.identity.weights import NoIdentity, Source, identity, source
+from tiers.engine.identity.facts import SOURCES, BackgroundFacts, layer_facts
+from tiers.engine.identity.weights import NoIdentity, Source, identity, source, within
 from tiers.engine.plugin import BOOTED
 from tiers.engine.vllm_watch import this_worker
 
@@ -43,15 +45,23 @@ def late_facts(
     )
 
 
-def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
+def _weights(
+    vllm_config: Any, salt: str, alone: str, layers: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Return the fact of an engine's weights; `layers`: those of its layers."""
     began, since = time.monotonic(), _process_began()
     digests = Digests(cache_folder(os.environ))
     model, load = vllm_config.model_config, vllm_config.load_config
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     try:
-        found = identity(source(model, load, _hub_folder(load), since), digests.of, since)
+        sources = [source(model, load, _hub_folder(load), since)]
+        for name, revision, folder in map(json.loads, json.loads(layers.get(SOURCES, "[]"))):
+            other = SimpleNamespace(model=name, revision=revision, seed=model.seed)
+            whole = source(other, load, _hub_folder(load), since)
+            sources.append(whole if folder is None else within(whole, folder))
         if scales is not None:  # of the images' encoder; a calibration writes such a file
-            found += identity(Source(files=(Path(scales),)), digests.of, since)
+            sources.append(Source(files=(Path(scales),)))
+        found = " ".join(identity(one, digests.of, since) for one in sources)
     except NoIdentity as error:
         if salt:
             where = getattr(model, "model_weights", "") or model.model

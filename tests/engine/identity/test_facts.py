@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,6 +37,7 @@ from tiers.contract.marks import LoadedAdapter
 from tiers.engine.adapter_marks import MarksOfRequests, name_of
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.identity.facts import (
+    SOURCES,
     BackgroundFacts,
     generation_facts,
     made_facts,
@@ -546,6 +548,50 @@ def test_what_a_model_decides_while_it_is_made_is_a_fact() -> None:
     assert lengths[0] != lengths[1], "who sees no model goes by the length"
 
 
+def test_code_of_others_is_a_fact_by_its_version_or_else_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, own = ModuleType("towers"), ModuleType("own_code")
+    own.__file__ = str(tmp_path / "own_code.py")
+    kinds = [
+        type("Tower", (torch.nn.Linear,), {"__module__": "towers.vision"}),
+        type("Own", (torch.nn.Linear,), {"__module__": "own_code"}),
+    ]
+    monkeypatch.setitem(sys.modules, "towers", package)
+    monkeypatch.setitem(sys.modules, "own_code", own)
+
+    def facts(version: str, code: str) -> str:
+        monkeypatch.setattr(package, "__version__", version, raising=False)
+        Path(str(own.__file__)).write_text(code)
+        return made_facts(torch.nn.ModuleList(kind(1, 1) for kind in kinds))["code"]
+
+    assert facts("1.2", "scale = 1") == facts("1.2", "scale = 1")
+    assert len({facts("1.2", "scale = 1"), facts("1.3", "scale = 1"), facts("1.2", "")}) == 3
+    assert made_facts(torch.nn.Linear(1, 1)).keys() == {"made", "rotary"}
+
+
+def test_how_experts_quantise_and_where_more_weights_are_are_facts() -> None:
+    def facts(dtype: Any = None, shape: Any = None, kernel: str = "Triton") -> dict[str, str]:
+        model = torch.nn.Linear(1, 1)
+        model.quant_method = SimpleNamespace(  # type: ignore[assignment]
+            moe_quant_config=SimpleNamespace(quant_dtype=dtype, block_shape=shape),
+            moe_kernel=SimpleNamespace(fused_experts=type(kernel, (), {})()),
+        )
+        return made_facts(model)
+
+    fp8 = torch.float8_e4m3fn
+    assert "experts" not in facts()
+    assert facts(fp8) == facts(fp8, kernel="Cutlass")
+    others = facts(fp8), facts("mxfp8"), facts(fp8, [128, 128]), facts(fp8, None, "DeepGemmExperts")
+    assert len({one["experts"] for one in others}) == 4
+    model = torch.nn.Linear(1, 1)
+    more = [SimpleNamespace(model_or_path="org/tower", revision=None, subfolder="whisper")]
+    model.secondary_weights = more  # type: ignore[assignment]
+    assert [*map(json.loads, json.loads(made_facts(model)[SOURCES]))] == [
+        ["org/tower", None, "whisper"]
+    ]
+
+
 @pytest.mark.vllm
 def test_longest_request_matters_where_it_chooses_the_rotary_factors(
     monkeypatch: pytest.MonkeyPatch,
@@ -797,14 +843,14 @@ def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
 def test_facts_are_found_beside_who_asks() -> None:
     begin = threading.Event()
 
-    def slowly() -> dict[str, str]:
+    def slowly(early: Mapping[str, str]) -> dict[str, str]:
         assert begin.wait(SECONDS)
-        return {"weights": "w"}
+        return {"weights": f"w of {early['attention']}"}
 
     late = BackgroundFacts(lambda: {"attention": "amx"}, slowly, {"weights": "alone"})
     assert late.known() is None and late.known(0.01) is None
     begin.set()
-    assert late.known(SECONDS) == {"attention": "amx", "weights": "w"}
+    assert late.known(SECONDS) == {"attention": "amx", "weights": "w of amx"}
 
 
 def test_facts_that_can_t_be_found_are_this_process_s_own(
@@ -812,7 +858,7 @@ def test_facts_that_can_t_be_found_are_this_process_s_own(
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
 
-    def fails() -> dict[str, str]:
+    def fails(_: object) -> dict[str, str]:
         raise MemoryError
 
     late = BackgroundFacts(dict, fails, {"weights": "alone"})
@@ -825,6 +871,6 @@ def test_layers_that_can_t_be_identified_start_all_the_same(
     def fails() -> dict[str, str]:
         raise NotImplementedError("a layer of a kind that is new")
 
-    late = BackgroundFacts(fails, lambda: {"weights": "w"}, {"weights": "alone"})
+    late = BackgroundFacts(fails, lambda _: {"weights": "w"}, {"weights": "alone"})
     assert late.known() == late.known() == {"weights": "alone"}
     assert len(caplog.records) == 1

@@ -92,7 +92,7 @@ def test_a_model_s_own_code_and_settings_count_and_its_tokenizer_does_not(model:
 
 
 def test_loaders_of_the_folder_s_files_alone_load_the_same_weights(model: Path) -> None:
-    formats = "auto hf safetensors pt npcache mistral fastsafetensors instanttensor sharded_state"
+    formats = "auto hf safetensors pt mistral fastsafetensors instanttensor sharded_state"
     streamed = "runai_streamer runai_streamer_sharded"
     assert len({found(model, None, one) for one in f"{formats} {streamed}".split()}) == 1
 
@@ -121,6 +121,7 @@ def test_the_same_weights_under_another_path_are_the_same(model: Path, tmp_path:
         ("org/model", {"model_weights": "s3://bucket/model"}, r"behind a URL \(s3://\.\.\.\)"),
         ("org/model", {"load_format": "tensorizer"}, "load_format 'tensorizer'"),
         ("org/model", {"load_format": "ipc_cache"}, "load_format 'ipc_cache'"),
+        ("org/model", {"load_format": "npcache"}, "load_format 'npcache'"),
         ("org/model", {"load_format": "a plugin's"}, "load_format"),
         ("org/model", {}, "may stand for others tomorrow"),
         ("empty", {}, "no file of the model's folder"),
@@ -136,24 +137,42 @@ def test_what_nothing_tells_from_others_is_named(
 
 
 @pytest.mark.vllm
-def test_other_scales_of_the_images_encoder_under_one_path_are_other_weights(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "file",
+    [
+        "scales.json",
+        "tower/model.safetensors",
+        "model/encoder/model.safetensors",
+        "model/audio_tokenizer/model.safetensors",
+    ],
+)
+def test_other_content_of_what_an_engine_reads_beside_its_model_is_other_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
+    """Scales of an images' encoder, a tower of another name, and folders within the model's."""
     from tiers.engine import vllm_identity
 
     monkeypatch.setattr(vllm_identity, "_process_began", lambda: time.time() + 1)
-    file = tmp_path / "scales.json"
-    media = SimpleNamespace(mm_encoder_fp8_scale_path=str(file))
+    media = SimpleNamespace(mm_encoder_fp8_scale_path=str(tmp_path / "scales.json"))
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model=str(model), revision=None, multimodal_config=media),
+        model_config=SimpleNamespace(
+            model=str(model), revision=None, seed=0, multimodal_config=media
+        ),
         load_config=SimpleNamespace(load_format="auto", download_dir=str(tmp_path)),
     )
-    by_scale: dict[float, object] = {}
-    for scale in (1.0, 1.5, 1.0):
-        file.write_text(json.dumps({"layer.0": scale}))
-        facts = vllm_identity._weights(config, "", "alone")
-        assert by_scale.setdefault(scale, facts) == facts
-    assert by_scale[1.0] != by_scale[1.5]
+    more = [[str(tmp_path / "tower"), None, None], [str(model), None, "encoder"]]
+    layers = {"sources": json.dumps([*map(json.dumps, more)])}
+    for name in ("tower", "model/encoder"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "scales.json").write_text("{}")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    known: dict[bytes, object] = {}
+    for content in (b"one", b"two", b"one"):
+        (tmp_path / file).write_bytes(content)
+        facts = vllm_identity._weights(config, "", "alone", layers)
+        assert known.setdefault(content, facts) == facts != {"weights": "alone"}
+    assert known[b"one"] != known[b"two"]
 
 
 def test_random_weights_are_their_seed() -> None:

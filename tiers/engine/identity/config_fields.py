@@ -185,10 +185,10 @@ FIELDS = {
         "backend backend_per_kind flash_attn_version use_trtllm_attention "
         "disable_flashinfer_q_quantization use_prefill_query_quantization indexer_kv_dtype "
         "use_fp4_indexer_cache indexer_sparse_logits hisparse_config use_non_causal "
-        "trtllm_ragged_backend",
+        "trtllm_ragged_backend mla_prefill_backend",
         {
             ROUNDING: "minimax_m3_msa_decode_backend flash_attn_max_num_splits_for_cuda_graph "
-            "tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph mla_prefill_backend "
+            "tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph "
             "sparse_mla_force_mqa sparse_mla_prefill_workspace_factor flex_attn_block_m "
             "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
             "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
@@ -280,7 +280,7 @@ _VARIABLES = (
     "VLLM_HUMMING_ VLLM_KIMI_K3_AUX_ VLLM_MARLIN_ VLLM_MOE_ROUTING_ VLLM_MOE_USE_ VLLM_MXFP "
     "VLLM_ROCM_AITER_ VLLM_ROCM_FP8_ VLLM_ROCM_MO VLLM_ROCM_MUSE_ VLLM_ROCM_QUICK_ "
     "VLLM_ROCM_SHUFFLE_ VLLM_ROCM_USE_ VLLM_TEST_FORCE_LOAD_ VLLM_USE_DEEP_GEMM "
-    "VLLM_USE_FLASHINFER_MOE_ VLLM_USE_MODELSCOPE VLLM_XPU_INC_"
+    "VLLM_USE_FLASHINFER_MOE_ VLLM_USE_MODELSCOPE VLLM_VIDEO_LOADER_ VLLM_XPU_INC_"
 )
 VARIABLES = tuple(_VARIABLES.split())
 """How names begin of environment variables that decide what vLLM computes, or how coarsely."""

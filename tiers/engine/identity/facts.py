@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import platform
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from tiers.engine.identity.config_fields import FIELDS, PARTS, VARIABLES
 
 logger = logging.getLogger(__name__)
 
+SOURCES = "sources"
+"""The fact that names from where else than its own files a model loads weights."""
 _VOLATILE = ("_name_or_path", "transformers_version")
 _KERNELS = ("use_aiter", "use_flashinfer")  # of rotary embeddings: others where an engine compiles
 _SAMPLING = (
@@ -170,12 +174,54 @@ def _device(vllm_config: Any, layers: list[Any]) -> str:
 
 def made_facts(model: Any) -> dict[str, str]:
     """Return what a model that was made says of itself: the configurations that its modules hold,
-    and how each kind of rotary embedding was made."""
-    held = (getattr(module, "config", None) for module in model.modules())
+    how each kind of rotary embedding was made and, where there are such, whose other code it is,
+    how its experts quantise what they are given, and from where else it loads weights."""
+    modules = [*model.modules()]
+    held = (getattr(module, "config", None) for module in modules)
     configs = {id(one): one for one in held if hasattr(one, "to_dict")}
-    rotary = {text_of(_simple(one)) for one in model.modules() if "Rotary" in type(one).__name__}
+    rotary = {text_of(_simple(one)) for one in modules if "Rotary" in type(one).__name__}
     made = {config_digest(one) for one in configs.values()}
-    return {"made": json.dumps(sorted(made)), "rotary": json.dumps(sorted(rotary))}
+    found = {"made": made, "rotary": rotary}
+    some = {"code": _other_code(modules), "experts": _experts(modules), SOURCES: _sources(model)}
+    found |= {name: texts for name, texts in some.items() if texts}
+    return {name: json.dumps(sorted(texts)) for name, texts in found.items()}
+
+
+def _other_code(modules: Iterable[Any]) -> set[str]:
+    """Return the packages that the classes of modules are of, but vLLM and PyTorch, each with its
+    version; of one without, the files with their digests."""
+    found = set[str]()
+    for name in {type(one).__module__ for one in modules}:
+        package = name.partition(".")[0]
+        if package in ("vllm", "torch"):
+            continue
+        version = getattr(sys.modules.get(package), "__version__", "")
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if not version and file is not None:
+            version = hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+            package = name
+        found.add(f"{package} {version}")
+    return found
+
+
+def _experts(modules: Iterable[Any]) -> set[str]:
+    """Return how experts quantise: vLLM chooses that by how they are shared out, too. Those of
+    DeepGEMM change their weights for it."""
+    found = set[str]()
+    for method in (getattr(one, "quant_method", None) for one in modules):
+        quantised = getattr(method, "moe_quant_config", None)
+        if quantised is not None and quantised.quant_dtype is not None:
+            kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+            is_deep = "DeepGemm" in type(kernel).__name__
+            found.add(text_of([quantised.quant_dtype, quantised.block_shape, is_deep]))
+    return found
+
+
+def _sources(model: Any) -> set[str]:
+    """Return from where a model loads more weights: the name or path, the revision, and a folder in
+    there."""
+    more = getattr(model, "secondary_weights", ())
+    return {json.dumps([one.model_or_path, one.revision, one.subfolder]) for one in more}
 
 
 def unseen_facts(model_config: Any) -> dict[str, str]:
@@ -206,13 +252,13 @@ def _simple(module: Any) -> dict[str, Any]:
 
 class BackgroundFacts:
     """Finds the facts of a worker: quickly those of its layers, in the background the others. The
-    first `known` calls `at_once`, then `slowly` on a daemon thread, for which no ending process
-    waits. `otherwise`: the facts if either fails; they must be no other engine's."""
+    first `known` calls `at_once`, then `slowly`, with those, on a daemon thread, for which no
+    ending process waits. `otherwise`: the facts if either fails; they must be no other engine's."""
 
     def __init__(
         self,
         at_once: Callable[[], Mapping[str, str]],
-        slowly: Callable[[], Mapping[str, str]],
+        slowly: Callable[[Mapping[str, str]], Mapping[str, str]],
         otherwise: Mapping[str, str],
     ) -> None:
         self._at_once = at_once
@@ -232,7 +278,7 @@ class BackgroundFacts:
     def _begin(self) -> Mapping[str, str]:
         try:
             early = dict(self._at_once())
-            threading.Thread(target=self._find, name="kvtiers-facts", daemon=True).start()
+            threading.Thread(None, self._find, "kvtiers-facts", (early,), daemon=True).start()
         # Layers may come from any model, platform or plugin, so their errors can't be listed. This
         # thread is starting the engine: without this, a cache's fact would keep it from serving.
         except Exception:
@@ -244,9 +290,9 @@ class BackgroundFacts:
             return {}
         return early
 
-    def _find(self) -> None:
+    def _find(self, early: Mapping[str, str]) -> None:
         widen_affinity()
         try:
-            self._found = dict(self._slowly())
+            self._found = dict(self._slowly(early))
         finally:
             self._done.set()

@@ -32,12 +32,13 @@ WITHOUT_EFFECT = {
     "chat_template.json",
     "trainer_state.json",
 }
+FOLDERS = ("audio_tokenizer",)
+"""What some model reads in a folder within its own, whatever its configuration says."""
 FROM_FILES = {
     "auto",
     "hf",
     "safetensors",
     "pt",
-    "npcache",
     "mistral",
     "fastsafetensors",
     "instanttensor",
@@ -86,11 +87,20 @@ def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
     return _from_hub(where, model.revision, hub, since)
 
 
+def within(weights: Source, folder: str) -> Source:
+    """Return where those of a folder within a model's come from."""
+    if weights.folder is None:
+        return Source(f"{weights.name} {folder}")
+    return _files(weights.folder / folder)
+
+
 def _files(path: Path) -> Source:
     if not path.is_dir():
         return Source(files=(path,))
     # Whatever can't be looked at would else be no part of the identity.
-    files = sorted(p for p in path.iterdir() if (at := found_at(p)) and S_ISREG(at.st_mode))
+    folders = [path, *(path / name for name in FOLDERS if (path / name).is_dir())]
+    every = [one for folder in folders for one in sorted(folder.iterdir())]
+    files = [one for one in every if (at := found_at(one)) and S_ISREG(at.st_mode)]
     if not any(p.suffix in WEIGHTS for p in files):
         raise NoIdentity("are in no file of the model's folder")
     decide = (p for p in files if p.name not in WITHOUT_EFFECT)
