@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from redis.exceptions import ResponseError
 
 from tests.cli.conftest import Ran
 from tests.cli.conftest import kvtiers as kvtiers  # the fixture
+from tests.data.test_inspection import NOTE
 from tests.support.redis_verbs import PAYLOAD, get, name, opened, put
 from tests.support.servers import RedisServer
 from tests.support.topologies import cluster
@@ -78,6 +80,37 @@ def test_flipped_values_are_found_and_no_other_is_dropped(
         ran = kvtiers("export", chain, chain.with_suffix(".kvt"))
         assert ran.status == 0 and ": 100 blocks, " in ran.out, ran.err
         assert client.exists("kvtiers:a list", "kvtiers:text of another program") == 2
+
+
+def test_a_tier_whose_key_prefix_begins_with_anothers_is_left_alone(
+    server: RedisServer, chain: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    ours, theirs = make_key(), [make_key() for _ in range(5)]
+    with opened(server.url) as store, opened(server.url, key_prefix="kvtiers:prod") as other:
+        assert all(put(store, ours) + put(other, *theirs))
+        ran = kvtiers("scrub", chain)
+        assert ran.status == 0 and "0 damaged" in ran.out and "1 blocks" in ran.out, ran.out
+        ran = kvtiers("export", chain, chain.with_suffix(".kvt"))
+        assert ran.status == 0 and ": 1 blocks, " in ran.out, ran.err
+        assert other.has(theirs) == [True] * 5
+        client = server.client()
+        client.set(b"kvtiers:" + ours, value(client, b"kvtiers:prod:" + theirs[0]))
+        assert "1 damaged, 1 dropped" in kvtiers("scrub", chain).out, "another's record is damage"
+
+
+def test_what_is_not_used_is_not_known_without_times_of_uses(
+    server: RedisServer, chain: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """An engine that loads alone renews no note of its namespace."""
+    key, client = make_key(), server.client()
+    with opened(server.url) as store:
+        put(store, key)
+        records = records_of(server.url)
+        records.note(key[:16], replace(NOTE, opened=1.0).encode())
+        records.close()
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+        assert "nothing to drop" in kvtiers("gc", chain, "--unused", "30d", "--delete").out
+        assert get(store, key) == [True]
 
 
 def test_reading_counts_as_no_use(

@@ -354,6 +354,54 @@ def test_who_may_not_delete_does_not_put_beyond_the_capacity(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_who_may_not_list_does_not_put_beyond_the_capacity(
+    place: FolderBucket, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """From the beginning, or since its credentials were replaced, which may write and read what
+    says who evicts: the bucket is not empty then."""
+    clock = Clock()
+    upkeep = place.keeper(10 * SIZE, clock)
+    packs = place.fill([DAY] * 6) if rounds else []
+    for _ in range(rounds):
+        upkeep.step()
+
+    def refuses(_: object, refused: Callable[[TierRefused], None]) -> Sequence[Any]:
+        refused(TierRefused("AccessDenied"))
+        return ()
+
+    monkeypatch.setattr(ObstoreBucket, "list", refuses)
+    put = 0
+    for _ in range(20):
+        clock.now += 1000
+        upkeep.step()
+        if upkeep.admits(SIZE):
+            upkeep.ends(SIZE, stored=True)
+            put += 1
+    assert put == 10 - len(packs)
+
+
+@pytest.mark.fault
+def test_upkeep_that_finds_no_memory_goes_on(
+    place: FolderBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.hurry(monkeypatch)
+    real, failing = obstore.list, [True]
+
+    def listed(store: Any, prefix: str | None, **more: Any) -> Any:
+        if failing[0] and not prefix:
+            raise MemoryError
+        return real(store, prefix, **more)
+
+    monkeypatch.setattr(obstore, "list", listed)
+    packs = place.fill([DAY] * 20)
+    with closing(place.kept(10 * SIZE)) as bucket:
+        wait_for(lambda: "nothing can be evicted" in bucket.warning())
+        failing[0] = False
+        wait_for(lambda: sum(there(packs)) == 9)
+
+
+@pytest.mark.fault
 def test_a_buckets_upkeep_that_fails_ends_no_tier(
     place: FolderBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

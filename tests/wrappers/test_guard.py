@@ -317,6 +317,14 @@ def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> 
     assert guarded.failures.by_kind() == {type(error).__name__: 9}
 
 
+def test_a_panic_of_a_plugin_in_rust_is_a_failure() -> None:
+    """PyO3 raises it as what is no Exception."""
+    store = Store()
+    store.error = type("PanicException", (BaseException,), {})("explicit panic")
+    guarded = Guarded(store, "t")
+    assert guarded.has([KEY]) == [False] and not is_up(guarded)
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])
 def test_a_request_to_stop_is_no_failure(stop: BaseException) -> None:
     store = Store()

@@ -113,12 +113,21 @@ def test_a_plugin_s_host_tier_works() -> None:
     assert made.health().reads_up
 
 
+class PanicException(BaseException):
+    """As PyO3 raises one where Rust code panics."""
+
+
+def panics(*args: object) -> Any:
+    raise PanicException
+
+
 def raises(*args: object) -> Any:
     raise KeyError("a plugin's own")
 
 
 WRONG: dict[str, dict[str, Any]] = {
     "find raises": {"find": raises},
+    "find panics": {"find": panics},
     "find_all raises": {"find_all": raises},
     "touch raises": {"touch": raises},
     "admit raises": {"admit": raises},

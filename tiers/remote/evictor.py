@@ -153,7 +153,8 @@ class Evictor:
         )
 
     def step(self) -> float:
-        """Do what is due now; seconds until something else is. Raises TierError, OSError."""
+        """Do what is due now; seconds until something else is. Raises TierError, OSError and
+        MemoryError."""
         if self._wake.is_set():  # a put found no room
             self._wake.clear()
             self._next_round = self._soonest_round
@@ -161,7 +162,7 @@ class Evictor:
             is_due = self._beat() and self._clock() >= self._next_round
             if is_due:
                 self._timed_round()
-        except (TierError, OSError) as error:
+        except (TierError, OSError, MemoryError) as error:
             self._failures, self._failed = self._failures + 1, str(error)
             if self._failures == FAILURES:
                 self._lease.count = self._lease.count._replace(is_hindered=1)
@@ -187,7 +188,8 @@ class Evictor:
         while not self._stopped.is_set():
             try:
                 seconds = self.step()
-            except (TierError, OSError) as error:  # its tier is down, which its verbs say
+            # Its tier is down, which its verbs say, or no memory is left to list what it has.
+            except (TierError, OSError, MemoryError) as error:
                 logger.debug("the upkeep of %s: %s", self._bucket.describe(), error)
                 seconds = self._pace.beat
             if self._wake.wait(seconds):
@@ -239,6 +241,8 @@ class Evictor:
             self._counted_at = began
             number = self._lease.count.round + 1
             is_hindered = int(self._refused != "")
+            if is_hindered and not used:  # what may not be listed is not empty
+                number, used = number - 1, before
             self._lease.count = Count(number, used, self._capacity or 0, is_hindered)
             self._next_beat = 0.0
             self._beat()

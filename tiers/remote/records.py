@@ -255,11 +255,12 @@ def _request(name: bytes, size: int) -> GetRequest:
 
 def _payload_bytes(key: bytes, front: bytes, size: int) -> int:
     """The length of a value's payload as its header says, or about, where that is damaged; 0: it is
-    none of our records, of this format."""
+    none of our records, of this format, or one of a tier whose key prefix begins with ours."""
     if not NAMESPACE_BYTES < len(key) <= MAX_KEY_BYTES:
         return 0
     try:
-        return parse_header(front).payload_bytes
+        header = parse_header(front)
+        return 0 if key.endswith(b":" + header.key) else header.payload_bytes
     except OtherFormat:
         return 0
     except RecordError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -440,7 +439,7 @@ class Guarded(Capable):
             return True
         # On the main thread this ends the process; on another thread the store called exit.
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not isinstance(error, Exception | CancelledError):
+        if is_main and isinstance(error, KeyboardInterrupt | SystemExit):
             breaker.leave(call)
             return False
         if not is_given_up:  # that is a late load, and counted as one

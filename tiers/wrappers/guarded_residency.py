@@ -163,12 +163,14 @@ class GuardedResidency:
             return otherwise
         try:
             return call()
-        # The one place for host tiers: nothing may reach the engine.
-        except Exception as error:  # noqa: BLE001
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # The one place for host tiers: nothing may reach the engine, not even a panic of Rust code.
+        except BaseException as error:  # noqa: BLE001
             self._fail(error)
             return otherwise
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.health = FAILED
         logger.error(
             "tier %s has failed and the chain serves without it: %s: %s",
