@@ -212,6 +212,41 @@ def test_blocks_before_an_image_are_those_of_their_tokens() -> None:
     assert alone.steps[0] == mark.steps[0], "a conversation goes on with another image"
 
 
+def session(media: ContentMarks, *images: Any) -> tuple[RequestTable, RequestState, Any]:
+    """A request with these images and four blocks, that goes on after its answer."""
+    table = RequestTable(EngineInfo({}, 16, 16, num_blocks=9, media=media))
+    request = asked("1", *images)
+    request.block_hashes, request.num_tokens = [bytes([n]) * 32 for n in range(2)], 32
+    state = table.of(request)
+    assert len(table.keys(state)) == 2 and state.stores
+    request.block_hashes = [bytes([n]) * 32 for n in range(4)]
+    return table, state, request
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("begins", [[], [seen("photo", RED, at=2)]])
+def test_what_a_request_goes_on_with_decides_whether_it_is_stored(
+    trust: bool, begins: list[Any]
+) -> None:
+    table, state, request = session(process(trust), *begins)
+    places = {"at": 40, "length": 9}
+    request.mm_features += [seen("video", RED, **places), seen("sound", BLUE, **places)]
+    table.engine.media.of(request)
+    table.keys(state)
+    assert not state.stores
+
+
+def test_what_a_request_goes_on_with_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, state, request = session(process())
+    monkeypatch.setattr(ContentMarks, "ready", lambda *_: False)
+    request.mm_features.append(seen("video", RED, at=40))
+    with monkeypatch.context() as patch:
+        patch.setattr(ContentMarks, "of", lambda *_: pytest.fail("it would wait"))
+        assert len(table.keys(state)) == 2 and table.loadable(state) == 2
+    monkeypatch.setattr(ContentMarks, "ready", lambda *_: True)
+    assert len(table.keys(state)) == 4
+
+
 def test_images_that_are_added_while_a_request_runs_count() -> None:
     marks = process()
     request = asked("1", seen("a", RED))

@@ -70,6 +70,8 @@ class EngineInfo:
     paged blocks, move states or zero pages before it calls `handle_preemptions`.
     `window_interval`: after how many tokens of prompts it keeps what windows reach, beside where
     prompts end and where they part; 0: nowhere else; None: everywhere.
+    `goes_on_right`: whether what it computes of a request that goes on after its answer is of the
+    tokens that block hashes say.
     """
 
     facts: Mapping[str, str]
@@ -96,6 +98,7 @@ class EngineInfo:
     model: str = ""
     overwrites_early: bool = False
     window_interval: int | None = None
+    goes_on_right: bool = True
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -67,6 +67,7 @@ from tiers.engine.vllm_groups import (
     REPORTS_FAILED_REQUESTS,
     block_sizes,
     drops_last,
+    goes_on_right,
     kv_groups,
     overwrites_early,
 )
@@ -137,6 +138,7 @@ def engine_info(
         model=str(vllm_config.model_config.model),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         window_interval=getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None),
+        goes_on_right=goes_on_right(vllm_config),
     )
 
 

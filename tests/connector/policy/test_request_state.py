@@ -102,6 +102,16 @@ def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
     assert (first, other) == (omitted, ())
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_what_goes_on_after_its_answer_has_tiers_where_its_hashes_are_right(right: bool) -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100, goes_on_right=right))
+    request: Any = FakeRequest("session")
+    request.resumable = True
+    state = table.of(request)
+    assert state.stores is state.limits.may_load("any") is right
+    assert table.of(FakeRequest("other")).stores
+
+
 def test_a_request_may_ask_that_nothing_of_it_is_stored() -> None:
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     for store in (False, True):

@@ -175,6 +175,7 @@ class RequestLimits(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 UNLIMITED = RequestLimits()
+NOTHING = RequestLimits(max_load_tokens=0, store=False)
 
 
 class RequestReader:

@@ -14,6 +14,7 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
     NO_HINTS,
+    NOTHING,
     WEIGHTS,
     Hints,
     RequestLimits,
@@ -264,6 +265,8 @@ class RequestTable:
         request_state = self._states.get(request.request_id)
         if request_state is None:
             limits = self._reader.limits(request)
+            if getattr(request, "resumable", False) and not self.engine.goes_on_right:
+                limits = NOTHING
             budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
             budget.loaded()
             request_state = self._states[request.request_id] = RequestState(
@@ -288,7 +291,8 @@ class RequestTable:
         """The keys of all blocks that are full by now."""
         new = range(len(request_state.keys) // len(self.groups), self._full(request_state))
         if new:
-            media = self.engine.media.of(request_state.request)
+            # Another where the request has gone on with its first media.
+            media = request_state.media = self.engine.media.of(request_state.request)
             for blocks, mark in self._marked(request_state, media, new):
                 whole = self.generation.key(mark)
                 request_state.keys += self.groups.keys(
@@ -314,6 +318,8 @@ class RequestTable:
     def _full(self, request_state: RequestState) -> int:
         if not request_state.mark.shared:
             return 0
+        if not self.engine.media.ready(request_state.request):  # it has gone on with more
+            return len(request_state.keys) // len(self.groups)
         tokens = len(request_state.request.block_hashes) * self.engine.hash_tokens
         return tokens // self.engine.block_tokens
 
