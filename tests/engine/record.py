@@ -47,8 +47,8 @@ WRAPPED = {
         "get_num_new_matched_tokens|update_state_after_alloc",
     ),
 }
-"""Classes of which we wrap members to see weights, resets and loads, or call one that vLLM calls
-too late, and which members may be those."""
+"""Classes of which we wrap members to see weights, resets and loads, or of which we call a member
+before vLLM does; and which members may be those."""
 
 Read = Callable[[str], str | None]
 """The text of one of a version's files; None: it has none."""

@@ -190,6 +190,21 @@ def test_a_part_of_a_medium_that_sees_all_of_itself_is_cut_before_it() -> None:
     assert marks.cut(SimpleNamespace(request_id="text"), 21) == 21
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_nothing_is_stored_or_loaded_of_an_image_in_doubt(trust: bool) -> None:
+    """The engine's own cache may have it, which another request then computes with."""
+    media = process(trust)
+    table, state, request = session(media, seen("photo", RED, at=2))
+    assert table.loadable(state) == 4
+    media.doubt(request)
+    table.keys(state)
+    assert not state.stores and table.loadable(state) == 0
+    other = asked("2", seen("photo", RED, at=2))
+    other.block_hashes = []
+    assert not table.of(other).stores
+    assert media.of(asked("3", seen("another", RED, at=2))).shared
+
+
 def test_so_many_names_are_remembered() -> None:
     marks = ContentMarks(False, room=2)
     for name in "abc":
@@ -565,7 +580,11 @@ def test_an_item_of_another_kind_than_known_ends_no_engine() -> None:
 
 
 def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:
-    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb, language_model_only=False)
+    multimodal = SimpleNamespace(
+        mm_processor_cache_gb=cache_gb,
+        language_model_only=False,
+        get_limit_per_prompt=lambda modality: 999,
+    )
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model="org/model",
@@ -586,6 +605,14 @@ def test_a_counter_is_never_trusted() -> None:
     assert media_marks(configured(False, 0), 100, True).of(image).steps != []
     assert media_marks(configured(), 100, False).of(image).steps != [], "names are not trusted"
     assert media_marks(configured(media=False), 100, False).of(image).steps == []
+    others = configured()
+    others.ec_transfer_config = SimpleNamespace(is_ec_consumer=True)
+    marks = [media_marks(others, 100, False).of(image).steps for _ in range(2)]
+    assert marks[0] != marks[1], "as other nodes' encoders know it"
+    whole, part = configured(), asked("2", seen("a", RED, at=20, length=9))
+    assert media_marks(whole, 100, True).cut(part, 25) == 25
+    whole.model_config.is_mm_prefix_lm = True
+    assert media_marks(whole, 100, True).cut(part, 25) == 20
     few, many = (media_marks(configured(), tokens, False) for tokens in (100, 1 << 20))
     assert isinstance(few, ContentMarks) and isinstance(many, ContentMarks)
     assert (few._room, many._room) == (1 << 16, 1 << 18)
@@ -608,6 +635,10 @@ def test_a_hosted_chain_refuses_what_it_can_not_tell_apart() -> None:
             refuse_unmarked_media(parts, True)
         parts.model_config.multimodal_config.language_model_only = True
         refuse_unmarked_media(parts, True)
+    parts = configured()
+    parts.model_config.hf_config.model_type = "qwen3_omni_moe"
+    parts.model_config.multimodal_config.get_limit_per_prompt = {"video": 9, "audio": 0}.get
+    refuse_unmarked_media(parts, True)
     mixed = configured(media=False)
     mixed.model_config.enable_prompt_embeds = True
     with pytest.raises(ValueError, match="--enable-prompt-embeds"):

@@ -396,7 +396,7 @@ def test_upkeep_that_finds_no_memory_goes_on(
     monkeypatch.setattr(obstore, "list", listed)
     packs = place.fill([DAY] * 20)
     with closing(place.kept(10 * SIZE)) as bucket:
-        wait_for(lambda: "nothing can be evicted" in bucket.warning())
+        wait_for(lambda: "nothing can be evicted: MemoryError" in bucket.warning())
         failing[0] = False
         wait_for(lambda: sum(there(packs)) == 9)
 

@@ -33,10 +33,10 @@ def _why(group: Group, since: float | None, namespaces: Sequence[bytes]) -> str:
         return "its namespace was named"
     if group.standing == "unusable":
         return group.why
-    # An engine that loads alone renews no note: where no times of loads are kept, nothing is old.
     last = [group.used[1]] if group.used else []
     if group.note is not None:
         last.append(group.note.opened)
+    # An engine that loads alone renews no note: where no times of loads are kept, nothing is old.
     if since is not None and group.used and max(last) < since:
         return "no engine has opened or used it for that long"
     return ""

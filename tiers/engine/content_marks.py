@@ -134,7 +134,7 @@ class ContentMarks(MediaMarks):
         """Return a request's mark, which grows if media are added while it runs. Waits for the
         digests; call it once `ready`."""
         if self._trust_names:
-            return MediaMark(shared=self._are_apart(request))
+            return MediaMark(shared=self._is_sound(request))
         while self._unmarked(request):
             self.expect(request)
             asked = self._digesting[request.request_id]
@@ -153,7 +153,7 @@ class ContentMarks(MediaMarks):
         mark = self._marks.setdefault(request.request_id, MediaMark())
         names = self._names.setdefault(request.request_id, set())
         whole = mark.steps[-1][1] if mark.steps else self._here * self._elsewhere
-        mark.shared &= self._are_apart(request)
+        mark.shared &= self._is_sound(request)
         # Media may have been added since their digests were begun.
         for medium, content in zip(self._unmarked(request), contents, strict=False):
             if self._counted:
@@ -168,13 +168,28 @@ class ContentMarks(MediaMarks):
             whole = _digest(whole + known + _place(medium))
             mark.steps.append((medium.mm_position.offset, whole))
 
-    def _are_apart(self, request: Any) -> bool:
-        """Return whether no medium begins within another: block hashes would have one of both."""
-        places = [medium.mm_position for medium in getattr(request, "mm_features", None) or ()]
+    def _is_sound(self, request: Any) -> bool:
+        """Return whether no medium begins within another, of which block hashes would have one, and
+        none is in doubt."""
+        media = getattr(request, "mm_features", None) or ()
+        places = [medium.mm_position for medium in media]
         apart = all(one.offset + one.length <= next.offset for one, next in pairwise(places))
         if not apart:
             self._log.warn(_MIXED)
-        return apart
+        return apart and all(self._contents.get(one.identifier, b"") is not None for one in media)
+
+    def doubt(self, request: Any) -> None:
+        for medium in request.mm_features:
+            self._doubt(medium.identifier)
+
+    def _doubt(self, name: str) -> None:
+        """Store nothing of requests with this name, which run or come."""
+        self._contents[name] = None
+        if len(self._contents) > self._room:
+            self._contents.popitem(last=False)
+        for request_id, names in self._names.items():
+            if name in names:
+                self._marks[request_id].shared = False
 
     def cut(self, request: Any, tokens: int) -> int:
         """Return `tokens`, or the first token of a medium of which `tokens` has a part alone."""
@@ -211,13 +226,12 @@ class ContentMarks(MediaMarks):
         self._contents.move_to_end(name)
         if len(self._contents) > self._room:
             self._contents.popitem(last=False)
+        if first is None:
+            return None
         if first == content:
             given_up = chain.from_iterable(self._given_up.values())
             return None if any(one.medium.identifier == name for one in given_up) else content
-        self._contents[name] = None
-        for request_id, names in self._names.items():
-            if name in names:
-                self._marks[request_id].shared = False
+        self._doubt(name)
         self._log.warn(_SEVERAL)
         return None
 
@@ -280,11 +294,13 @@ def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
             "KVTiersConnector; or, if no client gives one name to two images, set "
             "trust_client_ids: true in the chain"
         )
-    model = vllm_config.model_config
-    mixes = model.is_mm_prefix_lm or "omni" in str(model.hf_config.model_type)
-    if mixes and not model.multimodal_config.language_model_only:
+    model, may_have = vllm_config.model_config, vllm_config.model_config.multimodal_config
+    has_sound = "omni" in str(model.hf_config.model_type) and all(
+        map(may_have.get_limit_per_prompt, ("video", "audio"))
+    )
+    if (model.is_mm_prefix_lm or has_sound) and not may_have.language_model_only:
         raise ValueError(
             f"vLLM's OffloadingConnector keeps what {model.model} computes of a part of an image "
             "alone, or of a video with another's sound: use KVTiersConnector, or set "
-            "--language-model-only"
+            "--language-model-only; against sound --limit-mm-per-prompt audio 0 is enough"
         )

@@ -151,11 +151,11 @@ def refuse_model(vllm_config: VllmConfig) -> None:
 
 
 def _refuse_mistaken_prefixes(vllm_config: VllmConfig) -> None:
-    """Raise ValueError where vLLM 0.29 to 0.33 answers wrongly behind a prefix that it finds. Over
-    TurboQuant's KV it takes no prompt of a step to have a prefix if the longest part to compute is
-    as long as the longest prompt, which may be another's. It learns where the tokens behind a
-    pruned video are from the encoder, which a prefix with that video does not run. And of loops
-    with one cache all but the last see other KV of a step's own tokens than of those before."""
+    """Raise ValueError where vLLM answers wrongly behind a prefix that it finds. Over TurboQuant's
+    and UltraQuant's KV it computes a step as if no prompt had a prefix, once the longest part that
+    it computes of one is as long as the longest prompt. It learns where the tokens behind a pruned
+    video are from the encoder, which a prefix with that video does not run. And of loops with one
+    cache (0.33) all but the last see other KV of a step's own tokens than of those before."""
     dtype, model = str(vllm_config.cache_config.cache_dtype), vllm_config.model_config
     media, what = model.multimodal_config, ""
     if dtype.startswith(("turboquant", "ultraquant")):

@@ -236,8 +236,8 @@ def facts_of_worker(worker: Any) -> dict[str, str]:
 
 def facts_of_all(workers: list[dict[str, str]]) -> dict[str, str]:
     """Return the facts of all workers as one engine's."""
-    sources = {key: value for key, value in workers[0].items() if key == SOURCES}
-    return {"layers": json.dumps(workers), **sources}
+    sources = [of_worker.pop(SOURCES, "[]") for of_worker in workers]
+    return {"layers": json.dumps(workers), SOURCES: sources[0]}
 
 
 def weights_of_worker(worker: Any) -> list[bytes]:

@@ -55,7 +55,8 @@ def _weights(
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     try:
         sources = [source(model, load, _hub_folder(load), since)]
-        for name, revision, folder in map(json.loads, json.loads(layers.get(SOURCES, "[]"))):
+        more = "[]" if _reads_its_files_alone(load) else layers.get(SOURCES, "[]")
+        for name, revision, folder in map(json.loads, json.loads(more)):
             other = SimpleNamespace(model=name, revision=revision, seed=model.seed)
             whole = source(other, load, _hub_folder(load), since)
             sources.append(whole if folder is None else within(whole, folder))
@@ -81,6 +82,12 @@ def _weights(
         remedy,
     )
     return {"weights": alone}
+
+
+def _reads_its_files_alone(load: Any) -> bool:
+    """Return whether the loader reads none of the other sources that a model names."""
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    return load_format.startswith(("sharded_state", "runai_streamer"))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:

@@ -29,6 +29,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from typing import NamedTuple
 
+from spec.errors import describe_error
 from spec.fields import format_size
 from spec.offloading import StoreContext
 from tiers.block import Buffer
@@ -138,7 +139,10 @@ class Evictor:
                 "all engines list and delete all there"
             )
         if self._capacity is not None and self._failures >= FAILURES:
-            return f"nothing can be evicted: {self._failed}; let all there be listed and deleted"
+            return (
+                f"nothing can be evicted: {self._failed}; let all there be listed and deleted, "
+                "and see that the process has memory"
+            )
         if count.is_hindered:
             return (
                 "the process that evicts for all can't list or delete all there; let the one user, "
@@ -163,7 +167,7 @@ class Evictor:
             if is_due:
                 self._timed_round()
         except (TierError, OSError, MemoryError) as error:
-            self._failures, self._failed = self._failures + 1, str(error)
+            self._failures, self._failed = self._failures + 1, str(error) or describe_error(error)
             if self._failures == FAILURES:
                 self._lease.count = self._lease.count._replace(is_hindered=1)
             raise

@@ -853,6 +853,20 @@ def test_facts_are_found_beside_who_asks() -> None:
     assert late.known(SECONDS) == {"attention": "amx", "weights": "w of amx"}
 
 
+@pytest.mark.vllm
+def test_where_more_weights_lie_is_no_fact() -> None:
+    from tiers.engine.vllm_hosting import facts_of_all
+
+    def facts(place: str) -> tuple[Any, Any]:
+        early = {"attention": "amx", SOURCES: place}
+        late = BackgroundFacts(lambda: early, lambda sources: {}, {})
+        hosted = facts_of_all([{**early}, {**early}])
+        assert hosted.pop(SOURCES) == place
+        return late.known(SECONDS), hosted
+
+    assert facts("/a") == facts("/b")
+
+
 def test_facts_that_can_t_be_found_are_this_process_s_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

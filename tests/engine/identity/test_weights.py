@@ -19,7 +19,7 @@ import pytest
 from tiers.concurrency.executors import in_background
 from tiers.engine.identity import digests
 from tiers.engine.identity.digests import Digests, FileChanged
-from tiers.engine.identity.weights import NoIdentity, identity, source
+from tiers.engine.identity.weights import NoIdentity, identity, source, within
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -134,6 +134,22 @@ def test_what_nothing_tells_from_others_is_named(
     with pytest.raises(NoIdentity, match=words) as refusal:
         found(tmp_path / "empty" if where == "empty" else where, **more)
     assert "bucket" not in str(refusal.value)
+
+
+def test_a_folder_within_a_snapshot_that_the_engine_has_downloaded_is_known(tmp_path: Path) -> None:
+    since = time.time()
+    repository = tmp_path / "models--org--model"
+    snapshot, blob = repository / "snapshots" / COMMIT, repository / "blobs" / ("a" * 64)
+    for folder in (blob.parent, snapshot / "whisper"):
+        folder.mkdir(parents=True)
+    blob.write_bytes(b"weights")
+    old(blob)
+    for folder in (snapshot, snapshot / "whisper"):
+        (folder / "model.safetensors").symlink_to(blob)
+    config = SimpleNamespace(model="org/model", revision=None, seed=0)
+    whole = source(config, SimpleNamespace(load_format="auto"), tmp_path, since)
+    assert identity(whole, Digests(None).of, since)
+    assert identity(within(whole, "whisper"), Digests(None).of, since)
 
 
 @pytest.mark.vllm

@@ -325,7 +325,8 @@ class RequestTable:
 
     def loadable(self, request_state: RequestState) -> int:
         """The block behind the last that could be loaded."""
-        if request_state.is_outdated or not request_state.mark.loadable:
+        is_known = request_state.mark.loadable and request_state.media.shared
+        if request_state.is_outdated or not is_known:
             return 0
         known = self._full(request_state)
         if not self.groups.window and not self.engine.drops_last:
@@ -436,6 +437,7 @@ class RequestTable:
             self._note_older(request_state, before, begins=is_new or is_resumed)
         if self.engine.media.cut(request_state.request, after) < after:
             # Its tokens do not attend to the rest of their image, whatever name the KV has.
+            self.engine.media.doubt(request_state.request)
             request_state.may_store = False
         complete = self._complete(request_state, after)
         run = Scheduled(request_state, before, after, complete, is_new, states)

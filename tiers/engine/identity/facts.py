@@ -23,7 +23,8 @@ from tiers.engine.identity.config_fields import FIELDS, PARTS, VARIABLES
 logger = logging.getLogger(__name__)
 
 SOURCES = "sources"
-"""The fact that names from where else than its own files a model loads weights."""
+"""What names from where else than its own files a model loads weights: no fact itself, since the
+same may lie elsewhere."""
 _VOLATILE = ("_name_or_path", "transformers_version")
 _KERNELS = ("use_aiter", "use_flashinfer")  # of rotary embeddings: others where an engine compiles
 _SAMPLING = (
@@ -197,9 +198,9 @@ def _other_code(modules: Iterable[Any]) -> set[str]:
             continue
         version = getattr(sys.modules.get(package), "__version__", "")
         file = getattr(sys.modules.get(name), "__file__", None)
-        if not version and file is not None:
+        if not version and file is not None:  # its package may be named after where it lies
             version = hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
-            package = name
+            package = name.rpartition(".")[2]
         found.add(f"{package} {version}")
     return found
 
@@ -273,7 +274,8 @@ class BackgroundFacts:
             self._early = self._begin()
         if not self._done.wait(seconds):
             return None
-        return {**self._early, **self._found}
+        early = {name: fact for name, fact in self._early.items() if name != SOURCES}
+        return {**early, **self._found}
 
     def _begin(self) -> Mapping[str, str]:
         try:

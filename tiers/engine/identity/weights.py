@@ -151,7 +151,11 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
         # Only then: the engine has loaded what was there before, and not what came meanwhile.
         if blob is None and path.stat().st_ctime > since:
             raise FileChanged(f"{path.name} changed after the engine was started")
-        if blob is None or path.parent.resolve().parent.name != "snapshots":
+        # A commit's folder, or one within, of the hub's cache: its links never change.
+        if (
+            blob is None
+            or "snapshots" not in [one.name for one in path.parent.resolve().parents][:2]
+        ):
             _same_links(path, since)
     if weights.folder is not None:
         _same_links(weights.folder, since)
