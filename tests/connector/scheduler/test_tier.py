@@ -14,7 +14,7 @@ from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import Offers, new_offers
 from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.marks import MediaMark, MediaMarks
-from tiers.contract.protocols import NULL_BLOCK
+from tiers.contract.protocols import NULL_BLOCK, Request
 
 
 def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
@@ -85,13 +85,19 @@ def test_omitted_blocks_are_not_among_new_offers() -> None:
     assert [*offers.paged] == [4]
 
 
+class InDoubt(MediaMarks):
+    """Marks of media whose content is not sure."""
+
+    def of(self, request: Request) -> MediaMark:
+        return MediaMark(shared=False)
+
+
 def test_blocks_of_media_that_are_in_doubt_are_not_offered() -> None:
     """Their keys would name what they may not be computed from."""
-    table = RequestTable(EngineInfo({}, 4, 4, num_blocks=9))
+    table = RequestTable(EngineInfo({}, 4, 4, num_blocks=9, media=InDoubt()))
     state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
     state.given([[3, 4]])
     own = TierRequest(state)
-    state.media = MediaMark(shared=False)
     assert not new_offers(table, own, Scheduled(state, 0, 8, 2)).keys and not own.offered
 
 
