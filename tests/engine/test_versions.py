@@ -129,6 +129,14 @@ def test_what_we_wrap_is_there_and_is_all(version: str) -> None:
         assert members.keys() == {"reset_prefix_cache"}, name
 
 
+@pytest.mark.vllm
+def test_vllm_says_whose_kv_has_a_scale_for_each_token_and_head() -> None:
+    """Else those scales are filled by the first step, behind what was loaded; see `fill_scales`."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    assert "self._is_per_token_head_quant = " in inspect.getsource(TritonAttentionImpl.__init__)
+
+
 @pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.33.0", "0.33.1.dev7+gabc.cpu"])
 def test_a_version_of_the_range_is_served(version: str) -> None:
     check_version(version)
