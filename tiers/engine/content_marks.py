@@ -193,10 +193,10 @@ class ContentMarks(MediaMarks):
 
     def cut(self, request: Any, tokens: int) -> int:
         """Return `tokens`, or the first token of a medium of which `tokens` has a part alone."""
-        for medium in (getattr(request, "mm_features", None) or ()) if self._sees_all else ():
-            first = medium.mm_position.offset
-            if first < tokens < first + medium.mm_position.length:
-                return int(first)
+        media = (getattr(request, "mm_features", None) or ()) if self._sees_all else ()
+        for place in (medium.mm_position for medium in reversed(media)):
+            if place.offset < tokens:  # none before it reaches further
+                return int(place.offset) if tokens < place.offset + place.length else tokens
         return tokens
 
     def forget(self, request_id: str) -> None:
