@@ -172,7 +172,7 @@ def test_an_adapter_is_loaded_again(run_vllm: Callable[..., Run], tmp_path: Path
     assert run.cached == [[0], [0], [loaded], [loaded], [loaded], [0]]
     told = {n: [["add_lora", {"folder": one}]] for n, one in (("0", served), ("1", other))}
     asked = [first, [([7, 8, 9], 1)], between]
-    again = run_vllm(asked, tiers, told=told, **options)
+    again = run_vllm(asked, tiers, told=told, settled=True, **options)
     assert [again.tokens[0], again.tokens[2]] == now.tokens
     assert again.cached == [[0], [0], [loaded]], "once a step has told what is loaded"
 
