@@ -197,7 +197,6 @@ def test_nothing_is_stored_or_loaded_of_an_image_in_doubt(trust: bool) -> None:
     table, state, request = session(media, seen("photo", RED, at=2))
     assert table.loadable(state) == 4
     media.doubt(request)
-    table.keys(state)
     assert not state.stores and table.loadable(state) == 0
     other = asked("2", seen("photo", RED, at=2))
     other.block_hashes = []

@@ -381,19 +381,25 @@ def test_who_may_not_list_does_not_put_beyond_the_capacity(
     assert put == 10 - len(packs)
 
 
+def lists_that_fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[bool]:
+    """Have each listing of all that a bucket has fail, until what is returned is `[False]`."""
+    real, failing = obstore.list, [True]
+
+    def listed(store: Any, prefix: str | None, **more: Any) -> Any:
+        if failing[0] and not prefix:
+            raise error
+        return real(store, prefix, **more)
+
+    monkeypatch.setattr(obstore, "list", listed)
+    return failing
+
+
 @pytest.mark.fault
 def test_upkeep_that_finds_no_memory_goes_on(
     place: FolderBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.hurry(monkeypatch)
-    real, failing = obstore.list, [True]
-
-    def listed(store: Any, prefix: str | None, **more: Any) -> Any:
-        if failing[0] and not prefix:
-            raise MemoryError
-        return real(store, prefix, **more)
-
-    monkeypatch.setattr(obstore, "list", listed)
+    failing = lists_that_fail(monkeypatch, MemoryError())
     packs = place.fill([DAY] * 20)
     with closing(place.kept(10 * SIZE)) as bucket:
         wait_for(lambda: "nothing can be evicted: MemoryError" in bucket.warning())
@@ -406,14 +412,7 @@ def test_a_buckets_upkeep_that_fails_ends_no_tier(
     place: FolderBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.hurry(monkeypatch)
-    real, failing = obstore.list, [True]
-
-    def listed(store: Any, prefix: str | None, **more: Any) -> Any:
-        if failing[0] and not prefix:
-            raise GenericError("status: 500 Internal Server Error")
-        return real(store, prefix, **more)
-
-    monkeypatch.setattr(obstore, "list", listed)
+    failing = lists_that_fail(monkeypatch, GenericError("status: 500 Internal Server Error"))
     packs = place.fill([DAY] * 20)
     with closing(place.kept(10 * SIZE)) as bucket:
         name = name_of(make_key())

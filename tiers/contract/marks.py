@@ -66,7 +66,7 @@ class MediaMarks:
         return False
 
     def of(self, request: Request) -> MediaMark:
-        """Its mark; waits for the rest of the work where that is not done yet."""
+        """Its mark, one object until it is forgotten; waits for the rest of the work on it."""
         return MediaMark()
 
     def cut(self, request: Request, tokens: int) -> int:

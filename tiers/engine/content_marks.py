@@ -133,14 +133,16 @@ class ContentMarks(MediaMarks):
     def of(self, request: Any) -> MediaMark:
         """Return a request's mark, which grows if media are added while it runs. Waits for the
         digests; call it once `ready`."""
-        if self._trust_names:
-            return MediaMark(shared=self._is_sound(request))
+        mark = self._marks.setdefault(request.request_id, MediaMark())
+        if self._trust_names and (media := getattr(request, "mm_features", None)):
+            self._names.setdefault(request.request_id, set()).update(m.identifier for m in media)
+            mark.shared &= self._is_sound(request)
         while self._unmarked(request):
             self.expect(request)
             asked = self._digesting[request.request_id]
             self._mark(request, [one.content.result() for one in asked])
             self._drop(self._digesting.pop(request.request_id))
-        return self._marks.get(request.request_id, MediaMark())
+        return mark
 
     def _unmarked(self, request: Any) -> Sequence[Any]:
         """Return the media that the request's mark does not stand for yet."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tiers.contract.engine_info import ALONE
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.facts import SOURCES, BackgroundFacts, layer_facts
-from tiers.engine.identity.weights import NoIdentity, Source, identity, source, within
+from tiers.engine.identity.weights import NoIdentity, Source, format_of, identity, source, within
 from tiers.engine.plugin import BOOTED
 from tiers.engine.vllm_watch import this_worker
 
@@ -55,7 +55,9 @@ def _weights(
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     try:
         sources = [source(model, load, _hub_folder(load), since)]
-        more = "[]" if _reads_its_files_alone(load) else layers.get(SOURCES, "[]")
+        # These loaders read none of the other sources that a model names.
+        reads_more = not format_of(load).startswith(("sharded_state", "runai_streamer"))
+        more = layers.get(SOURCES, "[]") if reads_more else "[]"
         for name, revision, folder in map(json.loads, json.loads(more)):
             other = SimpleNamespace(model=name, revision=revision, seed=model.seed)
             whole = source(other, load, _hub_folder(load), since)
@@ -82,12 +84,6 @@ def _weights(
         remedy,
     )
     return {"weights": alone}
-
-
-def _reads_its_files_alone(load: Any) -> bool:
-    """Return whether the loader reads none of the other sources that a model names."""
-    load_format = str(getattr(load.load_format, "value", load.load_format))
-    return load_format.startswith(("sharded_state", "runai_streamer"))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:

@@ -306,7 +306,7 @@ class Chooser:
         if not tokens:
             return NO_LOAD
         plan = self._stitched(found, tokens)
-        blocks = range(blocks.start, found.stop)
+        blocks = range(blocks.start, found.stop)  # shared out it ends no later
 
         def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> _Plan:
             held = self._coverage_of(paces, question)

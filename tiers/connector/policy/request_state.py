@@ -291,8 +291,7 @@ class RequestTable:
         """The keys of all blocks that are full by now."""
         new = range(len(request_state.keys) // len(self.groups), self._full(request_state))
         if new:
-            # Another where the request has gone on with its first media.
-            media = request_state.media = self.engine.media.of(request_state.request)
+            media = self.engine.media.of(request_state.request)
             for blocks, mark in self._marked(request_state, media, new):
                 whole = self.generation.key(mark)
                 request_state.keys += self.groups.keys(

@@ -71,7 +71,7 @@ def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
     """Return where the weights of `model` come from. `load`: how they are loaded; `hub`: the folder
     for what comes from the model hub; `since`: when the engine was started, in seconds since the
     epoch. Raises NoIdentity, OSError."""
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    load_format = format_of(load)
     if "dummy" in load_format:
         return Source(f"random: {model.seed}")
     if load_format not in FROM_FILES:
@@ -85,6 +85,11 @@ def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
     if found_at(path) is not None:
         return _files(path)
     return _from_hub(where, model.revision, hub, since)
+
+
+def format_of(load: Any) -> str:
+    """Return the name of the format that weights are loaded in."""
+    return str(getattr(load.load_format, "value", load.load_format))
 
 
 def within(weights: Source, folder: str) -> Source:
@@ -152,10 +157,8 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
         if blob is None and path.stat().st_ctime > since:
             raise FileChanged(f"{path.name} changed after the engine was started")
         # A commit's folder, or one within, of the hub's cache: its links never change.
-        if (
-            blob is None
-            or "snapshots" not in [one.name for one in path.parent.resolve().parents][:2]
-        ):
+        parents = path.parent.resolve().parents[:2]
+        if blob is None or "snapshots" not in [one.name for one in parents]:
             _same_links(path, since)
     if weights.folder is not None:
         _same_links(weights.folder, since)
