@@ -265,11 +265,51 @@ def test_what_another_store_holds_is_not_told_as_removed(
     assert isinstance(manager, StoreManager)
     manager._store.drop(names(made, second[5:]))
     drop_from_disk(tmp_path, names(made, [*first, *second]))
-    until(made, lambda: told(made, "disk") == {*first, *second[:5]})
+    kept = {*first, *second[:5]}
+    until(made, lambda: told(made, "disk") == kept)
     for _ in range(50):  # routers would take these for gone, which the other store holds
         made.step()
         time.sleep(0.01)
-    assert told(made, "disk") == {*first, *second[:5]}
+    assert told(made, "disk") == told(made, "slow") == kept
+    manager._store.drop(names(made, [*kept]))
+    # Each withdraws what it told: one may have told nothing, and some routers count.
+    until(made, lambda: not told(made, "slow") and not told(made, "disk"))
+
+
+@pytest.mark.parametrize(
+    ("events", "other", "stays"),
+    [
+        ({}, "packs", True),
+        ({"ownership": True}, "packs", False),
+        ({"locality": True}, "packs", False),
+        ({"locality": True}, "of this host", True),
+    ],
+)
+def test_what_another_store_may_hold_stays_where_events_look_the_same(
+    engine: Callable[..., ReplayEngine],
+    shared_server: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    events: dict[str, Any],
+    other: str,
+    stays: bool,
+) -> None:
+    """A tier that keeps prompts in packs answers for no single block."""
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    (tmp_path / "packs").mkdir()
+    others = {
+        "packs": {"type": "shared", "path": str(tmp_path / "packs"), "capacity": "1MiB"},
+        "of this host": redis(shared_server, tmp_path, name="slow"),
+    }
+    tiers = disk(tmp_path / "disk"), others[other]
+    made = engine(chain_of(*tiers, promote=False, events=events), kv_events=True)
+    first, second = (made.generate(range(n, n + 40), 1).block_hashes for n in (0, 100))
+    made.settle()
+    drop_from_disk(tmp_path / "disk", names(made, first))
+    for _ in range(50):
+        made.step()
+        time.sleep(0.01)
+    assert told(made, "disk") == ({*first, *second} if stays else {*second})
 
 
 def test_what_failed_to_load_and_another_store_holds_is_not_told_as_removed(

@@ -76,7 +76,8 @@ class TierOpener:
         self._resizes = 0
         self._hosts: dict[HostManager, int] = {}
         """How many blocks each may keep."""
-        self._stores: list[StoreManager] = []
+        self._stores: dict[StoreManager, bool] = {}
+        """Those whose blocks are announced, and whether as of this host alone."""
 
     def open(
         self,
@@ -179,7 +180,7 @@ class TierOpener:
                 *args, in_order=groups.in_order, in_rows=groups.in_rows, window=groups.ends
             )
             if self._engine.kv_events:
-                self._stores.append(manager)
+                self._stores[manager] = bool(tier.host_local)
             return manager, self._inventory(tier, manager, workers[0].namespace)
         except (TierUnusable, RuntimeError) as error:  # the latter: no thread can be had
             opened.close()
@@ -222,14 +223,20 @@ class TierOpener:
         return Inventory(tier.tier_name, folder, manager.announceable, elsewhere)
 
     def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool] | None:
-        """Which of these keys another store of the chain holds, as far as it can answer now; None:
-        there is no other."""
-        if len(self._stores) < 2:
+        """Which of these keys another store of the chain holds, or may hold, of those whose events
+        look the same; None: there is no other."""
+        local = self._stores[manager] if self._events.locality else None
+        alike = [
+            other
+            for other, is_local in self._stores.items()
+            if other is not manager and local in (None, is_local)
+        ]
+        if self._events.ownership or not alike:
             return None
         held = [False] * len(keys)
-        for other in self._stores if keys else ():
-            if other is not manager:
-                held = list(map(or_, held, other.holds(keys) or held))
+        for other in alike if keys else ():
+            answer = other.holds(keys)
+            held = list(map(or_, held, [True] * len(keys) if answer is None else answer))
         return held
 
 

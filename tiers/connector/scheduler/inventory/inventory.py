@@ -91,6 +91,8 @@ AUDIT_RATE = 5_000.0
 """Keys a second that are looked up to notice what was evicted: a few percent of one core."""
 AUDIT_EVERY = 10.0
 """Seconds between two rounds, at least."""
+MAX_SPARED = 1 << 18
+"""Blocks that are left announced only once for another tier's sake: 30 MB."""
 CLOSE_SECONDS = 2.0
 """How long the end of an engine waits for its last announcements to be kept."""
 RETRY_SECONDS = 10.0
@@ -113,8 +115,8 @@ class Inventory:
 
     def __init__(self, tier: str, folder: Path | None, holds: Holds, elsewhere: Holds) -> None:
         """`folder`: of the journal; None: nothing may lie in files. `elsewhere`: what other tiers
-        of the same medium hold, which events do not distinguish. It answers None if there are none,
-        and without I/O if asked for no keys."""
+        hold, or may hold, which events do not distinguish. It answers None if there are none, and
+        without I/O if asked for no keys."""
         self._elsewhere = elsewhere
         self._refused = self._unkept = 0  # each counted by one thread
         self._tier, self._folder, self._holds = tier, folder, holds
@@ -130,6 +132,8 @@ class Inventory:
         self._round: list[Path] = []
         self._before: Path | None = None
         self._unseen = 0
+        self._spared: set[bytes] = set()
+        """What this round leaves announced for another tier's sake."""
         self._retry_at = -math.inf
         self._missing: FileNotFoundError | None = None
         self._logged = ""
@@ -313,6 +317,7 @@ class Inventory:
             if time.monotonic() < self._audited + AUDIT_EVERY:
                 return
             self._audited = time.monotonic()
+            self._spared.clear()
             if self._journal is not None:
                 self._journal.rotate()
                 self._round, self._before = self._journal.closed()[::-1], None
@@ -347,7 +352,8 @@ class Inventory:
         return lost
 
     def _checked(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-        """The parts that the tier holds, and those that no tier of its medium does."""
+        """The parts to look for again, and those that no tier of its medium holds. What another one
+        has stays, once: that one may have announced nothing, and some routers count."""
         kept: list[Run] = []
         lost: list[Run] = []
         for run in runs:
@@ -355,8 +361,18 @@ class Inventory:
                 part = run.part(begin, min(begin + BATCH, len(run.keys)))
                 self._audits.take(len(part.keys))
                 held = self._ask(part.keys)
-                kept += part.held(held)
+                other = [False] * len(held)
                 if not all(held):
-                    other = self._elsewhere(part.keys) or [False] * len(held)
-                    lost += part.held([not a and not b for a, b in zip(held, other, strict=True)])
+                    other = self._elsewhere(part.keys) or other
+                found = [*zip(part.keys, held, other, strict=True)]
+                kept += part.held([has or (there and self._spare(key)) for key, has, there in found])
+                lost += part.held([not has and not there for _, has, there in found])
         return kept, lost
+
+    def _spare(self, key: bytes) -> bool:
+        """Whether to look again for what another tier holds: not once more in this round, since
+        a tier that evicts and stores in turn would keep it each time."""
+        is_first = key not in self._spared
+        if len(self._spared) < MAX_SPARED:
+            self._spared.add(key)
+        return is_first
