@@ -143,6 +143,28 @@ def test_what_the_engine_itself_keeps_of_other_weights_is_not_kept_for_it(
     assert made.generate(OTHER, 3).output == answer(NEW, OTHER, 3)
 
 
+@pytest.mark.parametrize("begun", ["at the start", "by a reset", "of its own"])
+def test_what_was_computed_before_the_first_block_was_full_is_of_its_weights(
+    engine: MakeEngine, begun: str
+) -> None:
+    """A generation's first block is half of old weights: nothing has been stored yet. `of its own`:
+    as of an engine that is made to take other weights, and pauses for that without a reset."""
+    shown = Shown()
+    more = {"weights_change": begun == "of its own", "prefix_caching": False}
+    made = engine(chain_of(cpu()), weights=[shown], **more)
+    if begun == "by a reset":
+        made.generate(OTHER, 3)
+        assert made.reset_cache()
+    request = made.add(PROMPT[:2], 20)
+    while not request.output:
+        made.step()
+    change(made, [shown])
+    made.run()
+    made.settle()
+    prompt = [*PROMPT[:2], *request.output, 1]
+    assert made.generate(prompt, 3).output == answer(NEW, prompt, 3)
+
+
 def test_weights_change_among_many_requests(
     engine: MakeEngine, tmp_path: Path, shared_server: RedisServer
 ) -> None:

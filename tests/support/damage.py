@@ -225,6 +225,20 @@ def context_parallel() -> None:
     context_parallel.put_in()
 
 
+def layers_raise(tokens: int) -> None:
+    """Have a step of so many tokens raise within the second layer, as where memory is short."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+    forward = LlamaDecoderLayer.forward
+
+    def raising(self: Any, positions: Any, hidden_states: Any, *rest: Any, **more: Any) -> Any:
+        if len(hidden_states) == tokens and rest[0] is not None:  # what earlier layers add up
+            raise MemoryError("there is none for this layer")
+        return forward(self, positions, hidden_states, *rest, **more)
+
+    LlamaDecoderLayer.forward = raising
+
+
 def plain_linears() -> None:
     """Keep weights where they were loaded, as on devices: on the CPU vLLM packs them elsewhere, so
     that nothing could change them in place."""

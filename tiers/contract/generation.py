@@ -38,8 +38,12 @@ class Generation:
         return self._over
 
     def key(self, block: bytes) -> bytes:
+        return block + self.in_use()
+
+    def in_use(self) -> bytes:
+        """The tag, of which something is made or computed."""
         self._is_used = True
-        return block + self.tag
+        return self.tag
 
     def owns(self, key: bytes) -> bool:
         return key.endswith(self.tag)

@@ -64,10 +64,12 @@ class WeightReport(NamedTuple):
 
 class WeightOrders(NamedTuple):
     """A step's orders. `number`: of its look, if it stores. `verdicts`: whether all ranks together
-    saw unchanged weights, by the numbers of earlier looks."""
+    saw unchanged weights, by the numbers of earlier looks. `tag`: that of the generation of what
+    it computes; None: nothing."""
 
     number: int | None = None
     verdicts: Mapping[int, bool] = {}
+    tag: bytes | None = None
 
 
 class Watch:

@@ -105,6 +105,30 @@ def test_a_step_looks_at_few_stores_and_reports_the_end_of_each_once(lagging: La
     assert ended == [*range(JOBS)]
 
 
+def test_nothing_is_stored_of_a_step_that_raises(lagging: Lagging) -> None:
+    """Model Runner V1 saves what such a step has half computed. What the engine's caller handles
+    meanwhile is no such step's."""
+    lagging.pace.resume()
+    worker, stores = lagging.worker, lagging.worker._stores
+
+    def save(number: int) -> None:
+        worker.bind_connector_metadata(OffloadingConnectorMetadata([], [numbered_job(number)]))
+        try:
+            if number == 1:
+                raise ValueError("out of memory, in the second layer")
+        finally:
+            worker.wait_for_save()
+
+    try:
+        raise KeyError("of a program that then asks an engine")
+    except KeyError:
+        save(0)
+        with pytest.raises(ValueError):
+            save(1)
+    save(2)
+    assert [stores[n].future.result().failed for n in range(3)] == [set(), {0}, set()]
+
+
 def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:
     spec = GivenSpec.model_validate({"type": "given", "name": "many", "loads_at_once": 5})
     worker = OffloadingWorker(spec, host_slots(1), drain=10.0)

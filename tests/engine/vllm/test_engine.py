@@ -13,7 +13,7 @@ import pytest
 
 from spec.load import load_chain
 from spec.offloading import StoreSpec
-from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, EngineFailed, Run, documents
 from tests.support.explaining import check_sums, tier_of
 from tests.support.plugin_packages import write_package
 from tiers.data.inspection import inspect_tier
@@ -260,6 +260,20 @@ def test_a_damaged_disk_never_changes_an_answer(
     assert run.tokens == answers
     assert run.count("disk", "load_failures") > 0
     assert 0 < run.loaded()["disk"] < COMPLETE
+
+
+def test_an_engine_that_ends_within_a_step_leaves_nothing_of_it(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Its blocks have the KV of one layer, under their right keys."""
+    [prompt] = documents(1, 400, seed=5)
+    asked, others = [[(prompt, 8)]], ONE_BY_ONE[:2]
+    right = run_vllm(asked, **IN_PROCESS)
+    with pytest.raises(EngineFailed, match="there is none for this layer"):
+        run_vllm([*others, *asked], [disk(tmp_path)], before={"start": ("layers_raise", 400)})
+    after = run_vllm([*asked, *others], [disk(tmp_path)], **IN_PROCESS)
+    assert after.tokens[:1] == right.tokens
+    assert after.loaded() == {"disk": 2 * 18 * 32}, "what ended before is there"
 
 
 def test_a_policy_that_fails_requests_for_a_tier_is_refused() -> None:

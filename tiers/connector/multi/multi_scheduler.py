@@ -561,15 +561,17 @@ class WeightAgreement:
 
     def orders(self, metadata: Sequence[Any]) -> WeightOrders:
         """The orders for looks of a step with these orders of the tiers."""
-        if self._ranks == 1:
-            return WeightOrders()
         tiers = [tier for tier in metadata if isinstance(tier, OffloadingConnectorMetadata)]
+        # What a step computes may be stored by a later one, when the weights have changed.
+        tag = None if all(tier.idle for tier in tiers) else self._generation.in_use()
+        if self._ranks == 1:
+            return WeightOrders(tag=tag)
         number = None
         if any(tier.reqs_to_store for tier in tiers):
             number = next(self._numbers)
             self._seen[number] = Seen(0, unchanged=True)
         verdicts, self._verdicts = self._verdicts, {}
-        return WeightOrders(number, verdicts)
+        return WeightOrders(number, verdicts, tag)
 
     def heard(self, report: WeightReport | None) -> bool:
         """Take in a report of ranks; whether the current generation's weights have changed."""

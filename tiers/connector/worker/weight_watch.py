@@ -2,7 +2,7 @@
 
 | a generation is | what happens | what follows |
 |---|---|---|
-| begun | its first job comes: what all parts show then is what it stands for | unchanged |
+| begun | its first step comes: what all parts show before is what it stands for | unchanged |
 | unchanged | each step that loads or stores looks at the next part | unchanged or over |
 | over | a look differed: nothing of it is loaded or stored | the scheduler begins the next |
 
@@ -119,6 +119,8 @@ class WeightWatch(Watch):
     def bind(self, orders: WeightOrders) -> None:
         self._number = orders.number
         self._looks.clear()
+        if orders.tag is not None:
+            self._of(orders.tag)
         if self._is_shared and orders.number is not None:
             self._unreported[orders.number] = None
         for number, unchanged in orders.verdicts.items():
