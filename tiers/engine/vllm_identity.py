@@ -54,6 +54,8 @@ def _weights(
     model, load = vllm_config.model_config, vllm_config.load_config
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     try:
+        if os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "0") != "0":
+            raise NoIdentity("came from ranks that ran before this one, by elastic EP")
         sources = [source(model, load, _hub_folder(load), since)]
         # These loaders read none of the other sources that a model names.
         reads_more = not format_of(load).startswith(("sharded_state", "runai_streamer"))

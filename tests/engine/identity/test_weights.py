@@ -20,6 +20,7 @@ from tiers.concurrency.executors import in_background
 from tiers.engine.identity import digests
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.weights import NoIdentity, identity, source, within
+from tiers.paths import Mount
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -191,6 +192,20 @@ def test_other_content_of_what_an_engine_reads_beside_its_model_is_other_weights
     assert known[b"one"] != known[b"two"]
 
 
+def test_ranks_that_others_gave_their_weights_have_no_identity(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say that they load dummies, as vLLM has the ranks that elastic EP adds."""
+    from tiers.engine import vllm_identity
+
+    load = SimpleNamespace(load_format="dummy", download_dir=None)
+    there = SimpleNamespace(model=str(model), revision=None, seed=0, multimodal_config=None)
+    config = SimpleNamespace(model_config=there, load_config=load)
+    assert vllm_identity._weights(config, "", "alone", {}) == {"weights": "random: 0"}
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    assert vllm_identity._weights(config, "", "alone", {}) == {"weights": "alone"}
+
+
 def test_random_weights_are_their_seed() -> None:
     assert found("org/model", load_format="dummy") == "random: 0"
 
@@ -352,6 +367,8 @@ def test_weights_that_change_behind_the_reading_are_nobody_s(model: Path) -> Non
         ("link", "current, a link, changed"),
         ("link behind a link", "alias, a link, changed"),
         ("folder", "current, a folder, was moved"),
+        ("folder above", "above, a folder, was moved"),
+        ("folder above a link", "above, a folder, was moved"),
         ("link of a file", r"model[-1]*\.safetensors, a link, changed"),
     ],
 )
@@ -368,6 +385,14 @@ def test_what_is_moved_to_its_place_while_the_engine_starts_is_nobody_s(
 
     make(tmp_path / "next")
     current = tmp_path / "current"
+    above = tmp_path / "above" / "current"
+    if "above" in moved:
+        (tmp_path / "later").mkdir()
+        make(tmp_path / "later" / "current")
+    if moved == "folder above a link":
+        current.symlink_to(above)
+    elif moved == "folder above":
+        current = above
     if moved == "link behind a link":
         current.symlink_to("alias")
     for path in (first, *first.iterdir(), tmp_path / "next"):
@@ -375,13 +400,15 @@ def test_what_is_moved_to_its_place_while_the_engine_starts_is_nobody_s(
     time.sleep(0.02)
     since = time.time()
     time.sleep(0.02)
+    if "above" in moved:
+        (tmp_path / "later").rename(tmp_path / "above")
     if moved == "link behind a link":
         (tmp_path / "alias").symlink_to(first)
     elif moved == "link":
         current.symlink_to(first)
     elif moved == "folder":
         (tmp_path / "next").rename(current)
-    else:
+    elif moved == "link of a file":
         make(current)
     config = SimpleNamespace(model=str(current), revision=None)
     files = source(config, SimpleNamespace(load_format="auto"), None, time.time())
@@ -472,6 +499,16 @@ def test_a_file_that_changed_just_now_is_not_kept(
     path = model / "model-1.safetensors"
     path.write_bytes(b"new")
     assert Digests(tmp_path / "cache").of(path) == Digests(tmp_path / "cache").of(path)
+    assert len(reads) == 2
+
+
+def test_nothing_is_kept_of_a_file_in_an_image(
+    settled: Path, tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights of the next image, mounted in its place, had this one's device, inode, size and
+    times: squashfs keeps no time of a change, and numbers files in their order."""
+    monkeypatch.setattr(digests, "mount_of", lambda path: Mount("squashfs", "/dev/loop0"))
+    assert Digests(tmp_path / "cache").of(settled) == Digests(tmp_path / "cache").of(settled)
     assert len(reads) == 2
 
 

@@ -23,7 +23,7 @@ import xxhash
 
 from tiers.concurrency.file_locks import acquire, opened
 from tiers.errors import KVTiersError
-from tiers.paths import foreign
+from tiers.paths import foreign, mount_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ SETTLED_SECONDS = 2.0
 tick of its file system's clock, which its times would not show."""
 LOCK_SECONDS = 60.0
 """Seconds that others wait for who reads a file; then each reads it itself."""
+IMAGES = ("squashfs", "erofs", "iso9660", "cramfs", "romfs")
+"""File systems of which nothing is kept: the next image may have all that a stamp shows alike."""
 ENTRY_BYTES = 1024
 """Upper bound of an entry's length."""
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -81,7 +83,7 @@ class Digests:
                 if stamp_of(os.fstat(file.fileno())) != stamp:
                     raise FileChanged(f"{path.name} changed while it was read")
                 settled = time.time() - stamp.ctime_ns / 1e9 > SETTLED_SECONDS
-                if entry is not None and settled:
+                if entry is not None and settled and mount_of(path).kind not in IMAGES:
                     _keep(entry, stamp, digest)
                 return digest
 

@@ -162,7 +162,8 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
             _same_links(path, since)
     if weights.folder is not None:
         _same_links(weights.folder, since)
-        _not_moved(weights.folder, since)
+    for folder in {part for path in weights.files for part in _above(path)}:
+        _not_moved(folder, since)
     return whole.hexdigest()
 
 
@@ -175,11 +176,18 @@ def _blob(path: Path) -> str | None:
 
 
 def _not_moved(folder: Path, since: float) -> None:
-    """Raise FileChanged if `folder` came to its place after `since`, which changes no file's time.
-    Nor does it change the folder's entries; where those are new, the files show it."""
+    """Raise FileChanged if `folder`, of weights or above, came to its place after `since`, which
+    changes no file's time. Nor does it change its entries; those of weights show themselves."""
     status = folder.stat()
     if status.st_mtime <= since < status.st_ctime:
         raise FileChanged(f"{folder.name}, a folder, was moved after the engine was started")
+
+
+def _above(path: Path) -> Iterator[Path]:
+    """The folders on the way to `path`, through links too."""
+    path = path.absolute()
+    for place in (path, *(link.parent / link.readlink() for link in links(path))):
+        yield from place.parents
 
 
 def _same_links(path: Path, since: float) -> None:
