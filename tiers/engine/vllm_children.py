@@ -51,12 +51,16 @@ def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
     parent = vllm_config.kv_transfer_config
     extra = parent.kv_connector_extra_config
     names = child_names(extra.get("connectors", []))
-    transfers = child_transfers(
-        extra,
-        engine_id=parent.engine_id,
-        kv_role=parent.kv_role,
-        kv_load_failure_policy=parent.kv_load_failure_policy,
-    )
+    inherited = "engine_id", "kv_role", "kv_load_failure_policy"
+    more = {name: getattr(parent, name) for name in inherited}
+    transfers = [*child_transfers(extra, **more)]
+    dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    if dcp > 1 and any(transfer.kv_connector == "NixlConnector" for transfer in transfers):
+        raise ValueError(
+            f"connectors: vLLM does not see NixlConnector here, and with "
+            f"decode_context_parallel_size {dcp} lays tokens out otherwise than nodes with another "
+            "one. List both connectors under vLLM's MultiConnector"
+        )
     children = []
     for name, transfer in zip(names, transfers, strict=True):
         config = copy.copy(vllm_config)

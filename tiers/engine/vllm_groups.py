@@ -94,6 +94,18 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
             "kvtiers does not serve speculative decoding with pipeline parallelism on vLLM's V1 "
             "model runner, which lets the last rank alone store. Leave one of the two out."
         )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ValueError(
+            "with --enable-fault-tolerance vLLM goes on after a step that failed, and finds blocks "
+            "that were never computed in its own prefix cache. Leave it out, or start vLLM without "
+            "kvtiers."
+        )
+    launcher = getattr(parallel, "distributed_executor_backend", None)
+    if launcher == "external_launcher" and parallel.world_size > 1:
+        raise ValueError(
+            "kvtiers does not serve several ranks of external_launcher, each of which has a "
+            "scheduler of its own. Let vLLM start them, or start vLLM without kvtiers."
+        )
 
 
 def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BESIDE = ("KVTiersConnector", "NixlConnector", "OffloadingConnector")
+"""Connectors that load beside steps, so that the engine knows what failed before it stores it."""
+
 WAITS = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
 """States of a request that loads, or has loaded and not run since: then as before the load."""
 
@@ -96,6 +99,8 @@ class HostingEngine:
                 "done, nothing is stored in, or loaded from, a store"
             )
         before_resets(scheduler, self._outdate)
+        self._seen = self._executor.collective_rpc(weights_of_worker)
+        self._is_compared = True
         self._watch_calls(core)
         self._watch = WeightWatch(self._weights_here(), ranks=1)
         self._watch.begin()
@@ -119,12 +124,15 @@ class HostingEngine:
     @property
     def is_outdated(self) -> bool:
         """Whether what is stored may be of other weights than the engine has. Until vLLM resets its
-        connector as well, nothing is to be served or kept."""
+        connector as well, nothing is to be served or kept. Nor while the weights can't be read: a
+        device unmaps what sleeps."""
+        if self._executor.is_sleeping:
+            return True
         if not self._has_looked:
             self._has_looked = True
             self._watch.loads(self._tag)
             self._judge()
-        return self._is_outdated
+        return self._is_outdated or not self._is_compared
 
     def looked(self) -> Callable[[], bool]:
         """Look at the weights. What is returned says whether they were unchanged; any thread may
@@ -133,6 +141,7 @@ class HostingEngine:
 
     def end_step(self) -> None:
         """Look again in the next step."""
+        self._compare()
         self._room.step_begins()
         self._judge()
         self._watch.bind(WeightOrders())
@@ -162,19 +171,25 @@ class HostingEngine:
         return cast(Weights, weights)
 
     def _watch_calls(self, core: Any) -> None:
-        """Compare the weights after each call that a client makes to the workers."""
+        """Compare the weights after each call that a client makes to the workers; if it failed, as
+        on some of them, after the next step."""
         call = core.collective_rpc
-        seen = self._executor.collective_rpc(weights_of_worker)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
+            self._is_compared = False
             answer = call(*args, **kwargs)
-            before, seen = seen, self._executor.collective_rpc(weights_of_worker)
-            if before != seen:
-                self._outdate()
+            self._compare()
             return answer
 
         core.collective_rpc = calling
+
+    def _compare(self) -> None:
+        if self._is_compared or self._executor.is_sleeping:
+            return
+        before, self._seen = self._seen, self._executor.collective_rpc(weights_of_worker)
+        self._is_compared = True
+        if before != self._seen:
+            self._outdate()
 
     def _keep_room(self, connector: Any) -> None:
         """Have requests wait to load while `LoadRoom` is short."""
@@ -287,6 +302,13 @@ def refuse_engine(
             "vLLM's OffloadingConnector does not distinguish two adapters of one name: with LoRA, "
             "use KVTiersConnector"
         )
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for entry in extra.get("connectors", ()):
+        if (name := entry.get("kv_connector")) not in BESIDE:
+            raise ValueError(
+                f"vLLM's OffloadingConnector keeps what {name} failed to load within a step: leave "
+                "one of the two out, or use KVTiersConnector."
+            )
     model = vllm_config.model_config
     if overwrites_early(vllm_config, kv_cache_config):
         raise ValueError(

@@ -227,6 +227,18 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "speculative decoding with pipeline parallelism",
         ),
         (
+            "fault tolerance",
+            [{}],
+            {"enable_fault_tolerance": True},
+            "with --enable-fault-tolerance vLLM goes on after a step that failed",
+        ),
+        (
+            "several ranks of external_launcher",
+            [{}],
+            {"distributed_executor_backend": "external_launcher", "world_size": 2},
+            "several ranks of external_launcher",
+        ),
+        (
             "recurrent states without prefix caching",
             [{**STATE, "mamba_cache_mode": "none"}],
             {},
@@ -308,6 +320,9 @@ def test_what_can_t_be_served_is_named(
             decode_context_parallel_size=more.get("decode_context_parallel_size", 1),
             prefill_context_parallel_size=more.get("prefill_context_parallel_size", 1),
             pipeline_parallel_size=more.get("pipeline_parallel_size", 1),
+            enable_fault_tolerance=more.get("enable_fault_tolerance", False),
+            distributed_executor_backend=more.get("distributed_executor_backend", "mp"),
+            world_size=more.get("world_size", 1),
         ),
         cache_config=SimpleNamespace(
             prefix_match_unit=more.get("prefix_match_unit"),

@@ -29,6 +29,7 @@ def config_of(*connectors: dict[str, Any], **transfer: Any) -> Any:
     from vllm.config import KVTransferConfig
 
     return SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -199,6 +200,19 @@ def test_two_children_of_one_name_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"connectors\[1\].name: connectors\[0\] has this name"):
         child_configs(config_of({**EXAMPLE, "name": "x"}, {**EXAMPLE, "name": "x"}))
+
+
+def test_shared_out_tokens_beside_nixl_are_refused() -> None:
+    """vLLM lays them out so that NIXL moves them only where it finds NIXL: not in our list."""
+    from tiers.engine.vllm_children import child_configs
+
+    nixl = {"kv_connector": "NixlConnector"}
+    config = config_of(nixl, EXAMPLE)
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ValueError, match="size 2 lays tokens out otherwise.*MultiConnector"):
+        child_configs(config)
+    config.kv_transfer_config.kv_connector_extra_config["connectors"].remove(nixl)
+    assert len(child_configs(config)) == 1
 
 
 def test_layouts_must_agree_and_a_conflict_names_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from tests.engine.vllm.tiny_vllm import (
     under_own_spec,
 )
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
+from tiers.connector.worker.weight_watch import WeightWatch
+from tiers.contract.weight_reports import Weights
 from tiers.data.inspection import inspect_tier
 from tiers.disk.records import DiskRecords
 
@@ -153,6 +156,7 @@ def engine_of(**model: Any) -> Engine:
         cache_config=SimpleNamespace(prefix_match_unit=None, cache_dtype="auto"),
         lora_config=None,
         weight_transfer_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
     )
 
 
@@ -186,6 +190,54 @@ def test_adapters_are_refused() -> None:
     lora.lora_config = SimpleNamespace()
     with pytest.raises(ValueError, match="with LoRA, use KVTiersConnector"):
         refuse_engine(lora, PLAIN, {}, False)
+
+
+def test_connectors_that_load_within_a_step_are_refused_beside_it() -> None:
+    """vLLM reports a block that failed so after the step, when its own connector has stored it."""
+    from tiers.engine.vllm_hosting import refuse_engine
+
+    listed = engine_of()
+    names = ["NixlConnector", "OffloadingConnector", "ExampleConnector"]
+    entries = [{"kv_connector": name} for name in names]
+    listed.kv_transfer_config.kv_connector_extra_config["connectors"] = entries
+    with pytest.raises(ValueError, match="keeps what ExampleConnector failed to load"):
+        refuse_engine(listed, PLAIN, {}, False)
+    del entries[2]
+    refuse_engine(listed, PLAIN, {}, False)
+
+
+@pytest.mark.parametrize("weights", [[b"old"], [b"new"]])
+@pytest.mark.parametrize("call", ["fails", "comes while they sleep"])
+def test_weights_are_compared_after_each_call_or_when_they_can_be_read(
+    call: str, weights: list[bytes]
+) -> None:
+    """A call may fail on one rank and change another's; what sleeps has no memory to read."""
+    from tiers.engine.vllm_hosting import HostingEngine
+
+    def ask(method: Any) -> list[bytes]:
+        assert not workers.is_sleeping, "a device's memory is unmapped"
+        return weights
+
+    def client(method: str) -> None:
+        if call == "fails":
+            raise RuntimeError("on one of two ranks")
+
+    workers = SimpleNamespace(collective_rpc=ask, is_sleeping=call != "fails")
+    engine: Any = object.__new__(HostingEngine)
+    core = SimpleNamespace(collective_rpc=client)
+    engine._executor, engine._seen, engine._is_compared = workers, [b"old"], True
+    engine._is_outdated = engine._has_looked = False
+    engine._resets, engine._watch = 0, WeightWatch(Weights(), ranks=1)
+    engine._room = SimpleNamespace(step_begins=lambda: None)
+    engine._watch_calls(core)
+    assert engine.is_outdated == workers.is_sleeping
+    with suppress(RuntimeError):
+        core.collective_rpc("reload_weights")
+    assert engine.is_outdated, "it is not known yet"
+    workers.is_sleeping = False
+    assert engine.is_outdated
+    engine.end_step()
+    assert engine.is_outdated == (weights == [b"new"])
 
 
 def settings_of(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:

@@ -154,14 +154,14 @@ FIELDS = {
         {
             OWN: "eplb_config fault_tolerance_config",
             BY_RANK: "world_size rank",
-            REFUSED: "prefill_context_parallel_size",
+            REFUSED: "prefill_context_parallel_size enable_fault_tolerance",
             BY_LAYOUT: "decode_context_parallel_size",
             ROUNDING: "dcp_comm_backend dcp_q_replicate enable_hc_sp enable_expert_parallel "
             "enable_batch_sharded_sampling enable_eplb expert_placement_strategy all2all_backend "
             "disable_custom_all_reduce",
             SCHEDULING: "dp_sync_interval enable_dbo ubatch_size dbo_decode_token_threshold "
             "dbo_prefill_token_threshold disable_nccl_for_dp_synchronization is_moe_model "
-            "distributed_timeout_seconds cpu_distributed_timeout_seconds enable_fault_tolerance",
+            "distributed_timeout_seconds cpu_distributed_timeout_seconds",
             WEIGHTS: "enable_ep_weight_filter max_parallel_loading_workers",
             PLACEMENT: "data_parallel_size data_parallel_size_local data_parallel_rank "
             "data_parallel_rank_local data_parallel_master_ip data_parallel_rpc_port "
