@@ -38,15 +38,23 @@ WORD = torch.int16
 """As long as most weights are, so that each lies at a whole one."""
 
 
-def before_calls(owner: Any, name: str, notify: Callable[[], object]) -> bool:
-    """Call `notify` before each call of an object's member; False: it has no such member."""
+def before_calls(
+    owner: Any,
+    name: str,
+    notify: Callable[[], object],
+    answered: Callable[[Any], object] = lambda answer: None,
+) -> bool:
+    """Call `notify` before each call of an object's member, and `answered` with what it returns;
+    False: it has no such member."""
     call: Callable[..., Any] | None = getattr(owner, name, None)
     if call is None:
         return False
 
     def telling(*args: Any, **kwargs: Any) -> Any:
         notify()
-        return call(*args, **kwargs)
+        answer = call(*args, **kwargs)
+        answered(answer)
+        return answer
 
     setattr(owner, name, telling)
     return True

@@ -352,7 +352,13 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
     def _hear_resets(self, cache: Any) -> None:
         """Take a reset of the engine's own cache for one of the tiers."""
         if self._hears_resets:
-            before_resets(cache, self.reset_cache)
+            before_resets(cache, self.reset_cache, self._engine_reset)
+
+    def _engine_reset(self, succeeded: bool) -> None:
+        """An engine whose blocks are in use keeps them, and tells listeners nothing, where the
+        tiers have forgotten all."""
+        if not succeeded:
+            self._as_vllm.all_cleared()
 
     def reset_cache(self) -> bool:
         """Never load again what was stored so far, or, with `on_reset: keep`, all of it; False:

@@ -70,14 +70,19 @@ def this_worker() -> Any:
     return caller(WorkerBase)
 
 
-def before_resets(cache: Any, notify: Callable[[], object]) -> None:
-    """Call `notify` before each reset of the engine's prefix cache, whether that succeeds or not.
+def before_resets(
+    cache: Any,
+    notify: Callable[[], object],
+    answered: Callable[[bool], object] = lambda succeeded: None,
+) -> None:
+    """Call `notify` before each reset of the engine's prefix cache, whether that succeeds or not,
+    and `answered` after it.
 
     Training loops change weights in place and reset that cache alone, which by default does not
     reach connectors. `cache`: what the engine hands to connectors, its cache manager or, in vLLM
     before 0.30, its block pool; or its scheduler.
     """
-    if not before_calls(cache, "reset_prefix_cache", notify):
+    if not before_calls(cache, "reset_prefix_cache", notify, answered):
         logger.warning(
             "this vLLM does not show when it resets its prefix cache: after a change of weights, "
             "reset with reset_connector=True"

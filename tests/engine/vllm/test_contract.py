@@ -420,16 +420,20 @@ def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_ste
 @pytest.mark.parametrize("binds", ["bind_kv_cache_manager", "bind_gpu_block_pool"])
 @pytest.mark.parametrize("on_reset", ["forget", "keep"])
 def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_reset: str) -> None:
-    """Also one that fails because blocks are in use: whoever asks for it has changed the weights.
-    vLLM before 0.30 hands over its pool alone."""
+    """Also one that fails because blocks are in use: whoever asks for it has changed the weights,
+    and the engine tells no router of it. vLLM before 0.30 hands over its pool alone."""
+    from vllm.distributed.kv_events import AllBlocksCleared
     from vllm.v1.core.block_pool import BlockPool
 
+    from spec.chain import EventsSpec
     from tiers.engine.vllm import SchedulerHalf
+    from tiers.engine.vllm_events import AsVllm
 
     resets: list[str] = []
     connector: Any = object.__new__(SchedulerHalf)
     connector.children, connector._hears_resets = (), on_reset == "forget"
     connector.reset_cache, connector._room = partial(resets.append, "reset"), SimpleNamespace()
+    connector._as_vllm = AsVllm(EventsSpec(), [])
 
     pool = BlockPool(8, True, 16)
     cache = (
@@ -438,9 +442,13 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
         else SimpleNamespace(reset_prefix_cache=pool.reset_prefix_cache, block_pool=pool)
     )
     getattr(connector, binds)(cache)
-    pool.get_new_blocks(2)
+    in_use = pool.get_new_blocks(2)
     assert cache.reset_prefix_cache() is False, "vLLM's own answer"
     assert len(resets) == (on_reset == "forget")
+    assert list(connector._as_vllm(())) == [AllBlocksCleared()] * len(resets)
+    pool.free_blocks(in_use)
+    assert cache.reset_prefix_cache() is True
+    assert list(connector._as_vllm(())) == [], "the engine's own event says so"
 
 
 def test_listeners_hear_once_that_weights_changed() -> None:
