@@ -211,6 +211,20 @@ def test_a_hint_keeps_a_block_that_moves_meanwhile() -> None:
     assert pool.claim(b"another") is not None
 
 
+def test_a_block_that_was_damaged_is_stored_anew_while_its_slot_is_still_read() -> None:
+    """By a put of another tier, which has begun; else the damage would be admitted again."""
+    pool = SlotPool(2)
+    manager = HostManager(SlotResidency(pool, 2, LruEviction(2)), pool)
+    first = pool.claim(b"key")
+    assert first is not None and manager.complete_store(b"key", first.slot, True, None)
+    manager.discard(b"key")
+    again = pool.claim(b"key")
+    assert again is not None and again.fresh and again.slot != first.slot
+    assert manager.complete_store(b"key", again.slot, True, None)
+    pool.release(first.slot)
+    assert pool.find_all([b"key"]) == [again.slot] == [manager.prepare_load([b"key"])[0]]
+
+
 def test_a_reset_while_a_block_moves_leaves_nothing() -> None:
     pool = SlotPool(2)
     manager = filled(pool, 2)

@@ -444,16 +444,16 @@ def test_a_load_whose_time_is_over_before_its_turn_leaves_those_beside_it(
     assert [10, 11] in host.copies and 20 not in host.paged
 
 
-def test_memory_that_is_had_before_it_is_short_is_given_back(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stays pinned is another's to pin no more."""
+def noted_memory(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> tuple[list[SlotMemory], list[SlotMemory]]:
+    """The bounces that are made from now on, `most` at most, and those that are closed."""
     made: list[SlotMemory] = []
     closed: list[SlotMemory] = []
 
-    class Short(SlotMemory):
+    class Noted(SlotMemory):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            if len(made) == loading_module.BOUNCES + 1:
+            if len(made) == most:
                 raise TierUnusable("short")
             super().__init__(*args, **kwargs)
             made.append(self)
@@ -462,9 +462,36 @@ def test_memory_that_is_had_before_it_is_short_is_given_back(
             closed.append(self)
             super().close()
 
-    monkeypatch.setattr(loading_module, "SlotMemory", Short)
+    monkeypatch.setattr(loading_module, "SlotMemory", Noted)
+    return made, closed
+
+
+def test_memory_that_is_had_before_it_is_short_is_given_back(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays pinned is another's to pin no more."""
+    made, closed = noted_memory(monkeypatch, loading_module.BOUNCES + 1)
     loading = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
     with pytest.raises(TierUnusable, match="no memory to load its blocks through: short"):
         loading.open()
     loading.close(WAIT_S)
     assert closed == made != []
+
+
+def test_memory_of_a_read_that_hangs_is_unpinned_when_it_returns(
+    host: Host, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tier has left the chain meanwhile: no load is in flight any more."""
+    made, closed = noted_memory(monkeypatch, 100)
+    loading = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
+    loading.open()
+    loading.serve(cast(Guarded, store), b"namespace-16-byt")
+    gate = store.gates[b"001"] = threading.Event()
+    loading.begin([job(0, b"001", seconds=1.0)], ENDED)
+    wait_for(lambda: [b"001"] in store.reads)
+    host.seconds = 2.0
+    assert loading.ended(idle=False)[0].result.late
+    loading.close(WAIT_S)
+    assert len(closed) == len(made) - loading_module.BOUNCES
+    gate.set()
+    wait_for(lambda: len(closed) == len(made))

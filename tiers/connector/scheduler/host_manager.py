@@ -133,7 +133,10 @@ class HostManager(TierManager):
 
     def discard(self, key: bytes) -> None:
         self.unpin((key,))
+        slot = self._residency.find(key)
         self._residency.discard(key)
+        if slot is not None:  # which a store may have in use yet; what is computed anew has another
+            self._pool.forget(slot)
         self._changes.note(key, held=False)
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:

@@ -207,6 +207,7 @@ class Loading:
         self._fills: list[tuple[LoadJob, Future[list[bool]]]] = []
         self._pace, self._drop_below = LatencyModel(), DROP_BELOW
         self._bounces: list[SlotMemory] = []
+        self._is_closed = False
         self._threads = IoExecutor(at_once, f"load-{tier}")
         self._readers = IoExecutor(at_once, f"read-{tier}")
         self._filler = IoExecutor(1, f"warm-{tier}")
@@ -309,6 +310,8 @@ class Loading:
                 with suppress(RuntimeError):
                     load.land()  # else another load could write into what is still copied
                 self._bounces += bounces
+                if self._is_closed:
+                    self._unpin()
         for load in loads:
             load.land()
             load.lap("copy")
@@ -527,5 +530,12 @@ class Loading:
         wait([*in_flight, *(future for _, future in self._fills)], drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False)
-        for bounce in self._bounces:
-            bounce.close()
+        self._is_closed = True
+        self._unpin()
+
+    def _unpin(self) -> None:
+        """Unpin what no thread reads into. One whose read hangs calls this when that returns, where
+        the tier has left a chain that serves on."""
+        with suppress(IndexError):  # both may be here
+            while True:
+                self._bounces.pop(0).close()
