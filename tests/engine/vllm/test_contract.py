@@ -37,7 +37,7 @@ def config_of(*connectors: dict[str, Any], **transfer: Any) -> Any:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"connectors": list(connectors)},
             **transfer,
-        )
+        ),
     )
 
 
@@ -209,7 +209,7 @@ def test_shared_out_tokens_beside_nixl_are_refused() -> None:
     nixl = {"kv_connector": "NixlConnector"}
     config = config_of(nixl, EXAMPLE)
     config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ValueError, match="size 2 lays tokens out otherwise.*MultiConnector"):
+    with pytest.raises(ValueError, match=r"size 2 lays tokens out otherwise.*MultiConnector"):
         child_configs(config)
     config.kv_transfer_config.kv_connector_extra_config["connectors"].remove(nixl)
     assert len(child_configs(config)) == 1

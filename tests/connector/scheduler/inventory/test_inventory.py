@@ -419,6 +419,31 @@ def test_a_loss_that_is_found_while_its_block_is_noted_is_announced(
     assert loss == Due(run_of(1), held=False)
 
 
+def test_what_another_tier_holds_is_looked_for_once_however_often_it_was_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small tier stores and evicts in turn what a large one below keeps."""
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    monkeypatch.setattr(inventory, "PAUSE", 0.001)
+    asked: list[int] = []
+    there = threading.Event()
+
+    def elsewhere(keys: Sequence[bytes]) -> list[bool]:
+        asked.append(len(keys))
+        return [not there.is_set()] * len(keys)
+
+    made = Inventory("disk", None, lambda keys: [False] * len(keys), elsewhere)
+    for _ in range(5):
+        made.note(run_of(1))
+        count = len(asked)
+        wait_for(lambda: len(asked) > count + 10)  # noqa: B023 - it is called here alone
+    assert not list(made.take())
+    there.set()
+    assert lost(made, 3) == list(run_of(1).hashes)
+    made.close()
+    assert not list(made.take()), "it is not told as lost once more"
+
+
 def test_a_note_that_is_refused_takes_no_earlier_one_along(
     opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

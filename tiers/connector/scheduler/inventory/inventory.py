@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
+from operator import not_, or_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -361,12 +362,13 @@ class Inventory:
                 part = run.part(begin, min(begin + BATCH, len(run.keys)))
                 self._audits.take(len(part.keys))
                 held = self._ask(part.keys)
-                other = [False] * len(held)
-                if not all(held):
-                    other = self._elsewhere(part.keys) or other
-                found = [*zip(part.keys, held, other, strict=True)]
-                kept += part.held([has or (there and self._spare(key)) for key, has, there in found])
-                lost += part.held([not has and not there for _, has, there in found])
+                other = None if all(held) else self._elsewhere(part.keys)
+                spared = [
+                    not has and there and self._spare(key)
+                    for key, has, there in zip(part.keys, held, other or held, strict=True)
+                ]
+                kept += part.held([*map(or_, held, spared)])
+                lost += part.held([*map(not_, map(or_, held, other or held))])
         return kept, lost
 
     def _spare(self, key: bytes) -> bool:
