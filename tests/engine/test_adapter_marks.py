@@ -396,6 +396,38 @@ def test_a_number_that_is_used_twice_is_told_by_what_is_computed_with(folder: Pa
     assert not marks[1].may_load
 
 
+def test_a_number_whose_weights_are_others_is_trusted_under_no_earlier_name(folder: Path) -> None:
+    """It was loaded in place from another path. A request of before that may run beside one of now,
+    and a step of the engine makes sure of one of the two names alone."""
+    engine = Engine()
+    first = adapter(folder)
+    second = adapter(write(folder.parent / "v2", b"2"), inplace=True)
+    engine.load(first)
+    straggler = request_of(first)
+    assert engine.mark_of(straggler).shared
+    engine.load(second)
+    marks = [engine.mark_of(one) for one in (straggler, request_of(first), request_of(second))]
+    assert [mark.shared for mark in marks] == [False, False, True]
+    assert [engine.seen[0].may_store(name_of(one)) for one in (first, second)] == [False, True]
+
+
+def test_salts_that_may_be_adapters_names_keep_both_apart(folder: Path) -> None:
+    """vLLM before 0.31 puts either into a first block's hash as it is."""
+    one = adapter(folder)
+    plain, salted = request_of(None), request_of(None)
+    salted.cache_salt = "sql"
+    for mistakes in (False, True):
+        engine = Engine()
+        engine.marks = MarksOfRequests(1, mistakes_salts=mistakes)
+        engine.load(one)
+        before = engine.mark_of(request_of(one))
+        assert before.shared
+        assert engine.mark_of(salted).shared != mistakes
+        assert before.shared != mistakes, "it may find what the salted one computes"
+        assert engine.mark_of(request_of(one)).shared != mistakes
+        assert engine.mark_of(plain).shared
+
+
 def test_an_adapter_without_files_is_not_cached(caplog: pytest.LogCaptureFixture) -> None:
     """From a model hub, or handed over in memory: what would be loaded next time?"""
     engine, one = Engine(), adapter("org/adapter")

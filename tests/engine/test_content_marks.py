@@ -110,6 +110,26 @@ def test_an_image_whose_content_is_not_seen_or_encoded_elsewhere_stays_in_its_pr
     assert not here.of(asked("3", seen("avatar", BLUE))).shared
 
 
+@pytest.mark.parametrize("pixels", [RED, None])
+def test_images_that_are_encoded_with_an_adapter_are_known_with_it(pixels: Any) -> None:
+    """The engine's names have the adapter's name alone, not where it is from, and so may a uuid."""
+
+    def mark(path: str | None, of: ContentMarks) -> MediaMark:
+        request = asked(str(path), seen("sql:avatar", pixels))
+        if path is not None:
+            request.lora_request = SimpleNamespace(lora_name="sql", lora_path=path)
+        return of.of(request)
+
+    for second in ("/v2", None):
+        marks = ContentMarks(False, room=100, by_adapter=True)
+        assert mark("/v1", marks).shared
+        assert not mark(second, marks).shared, "it may be given what the first one's is"
+    plain = ContentMarks(False, room=100)
+    assert mark("/v1", plain).shared and mark("/v2", plain).shared, "nothing encodes with them"
+    trusting = ContentMarks(True, room=100, by_adapter=True)
+    assert mark(None, trusting).shared and not mark("/v1", trusting).shared
+
+
 def test_trusted_names_add_nothing_to_a_key() -> None:
     trusting = process(trust=True)
     assert trusting.of(asked("1", seen("avatar", RED))) == MediaMark()
@@ -593,6 +613,7 @@ def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) ->
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         ec_transfer_config=None,
+        lora_config=None,
     )
 
 

@@ -65,18 +65,28 @@ class WeightReport(NamedTuple):
 class WeightOrders(NamedTuple):
     """A step's orders. `number`: of its look, if it stores. `verdicts`: whether all ranks together
     saw unchanged weights, by the numbers of earlier looks. `tag`: that of the generation of what
-    it computes; None: nothing."""
+    it computes; None: nothing. `step`: its number, from 0 on; None: nobody counts."""
 
     number: int | None = None
     verdicts: Mapping[int, bool] = {}
     tag: bytes | None = None
+    step: int | None = None
 
 
 class Watch:
-    """Looks at a worker's weights, for all tiers of a chain; by default there is nothing to see."""
+    """Looks at a worker's weights, and whether its steps end well, for all tiers of a chain; by
+    default there is nothing to see."""
 
     def bind(self, orders: WeightOrders) -> None:
         """Take the orders of the step that begins."""
+
+    def computed(self) -> None:
+        """The step has computed all that it was to."""
+
+    @property
+    def may_store(self) -> bool:
+        """Whether what the step has computed may be stored."""
+        return True
 
     def report(self) -> WeightReport | None:
         """Report what was seen since the last call; None: nothing new."""

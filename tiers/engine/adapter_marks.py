@@ -127,6 +127,7 @@ class SeenAdapters(LoadedAdapters):
             same = bool(stamp) and folder_stamp(str(adapter.lora_path)) == stamp
             found = LoadedAdapter(number, weights_digest(weights), stamp if same else b"")
             self._weights[weights] = found
+            self._replace(name, found)
         before = self._loaded.get(name)
         if before is None and len(self._loaded) >= MOST_NAMES:
             self._log.warn(f"too many LoRA adapters are used: the KV of further ones {_UNCACHED}")
@@ -140,6 +141,14 @@ class SeenAdapters(LoadedAdapters):
         if now != before:
             self._loaded[name] = now
             self._new.add(name)
+
+    def _replace(self, name: bytes, by: LoadedAdapter) -> None:
+        """Trust no other name of a number whose weights are other ones now: requests that were
+        asked for under it may run with these, and a step makes sure of one name of each number."""
+        for other, one in self._loaded.items():
+            if other != name and one.number == by.number and one.content not in (b"", by.content):
+                self._loaded[other] = one._replace(content=b"")
+                self._new.add(other)
 
     def report(self) -> dict[bytes, LoadedAdapter]:
         new, self._new = self._new, set()
@@ -188,10 +197,17 @@ class MarksOfRequests(RequestMarks):
     """
 
     def __init__(
-        self, ranks: int, name_of: NameOf = name_of, now: Callable[[], float] = time.monotonic
+        self,
+        ranks: int,
+        name_of: NameOf = name_of,
+        now: Callable[[], float] = time.monotonic,
+        mistakes_salts: bool = False,
     ) -> None:
-        """`ranks`: how many workers there are. `now`: seconds, never going back."""
+        """`ranks`: how many workers there are. `now`: seconds, never going back. `mistakes_salts`:
+        a cache salt that is an adapter's name has the adapter's block hashes, in a first block."""
         self._ranks = ranks
+        self._mistakes_salts = mistakes_salts
+        self._is_salted = False
         self._name_of = name_of
         self._now = now
         self._reported: dict[bytes, dict[int, LoadedAdapter]] = {}
@@ -205,7 +221,10 @@ class MarksOfRequests(RequestMarks):
         known = self._marks.get(request.request_id)
         if known is None:
             adapter = getattr(request, "lora_request", None)
-            mark = RequestMark(_mask_steps(request, b""))
+            is_mistaken = self._mistakes_salts and bool(getattr(request, "cache_salt", None))
+            if is_mistaken and not self._is_salted:
+                self._begin_salts()
+            mark = RequestMark(_mask_steps(request, b""), shared=not is_mistaken)
             if adapter is not None:
                 mark = RequestMark(shared=False, adapter=self._name_of(adapter), may_load=False)
                 self._update(request, mark)
@@ -225,6 +244,16 @@ class MarksOfRequests(RequestMarks):
         is_done = look.stamp.done() and look.began >= came
         mark.may_load = is_done and self._is_as_read(request, mark, look.stamp.result())
         return is_done or self._is_late(adapter, look)
+
+    def _begin_salts(self) -> None:
+        self._is_salted = True
+        self._log.warn(
+            "a request with a cache_salt came: before 0.31 vLLM may take its first block for one "
+            "of the LoRA adapter of that name. KV of such requests, and of those with an adapter, "
+            "is not cached"
+        )
+        for _, mark in self._marks.values():
+            mark.shared &= not mark.adapter
 
     def forget(self, request_id: str) -> None:
         self._marks.pop(request_id, None)
@@ -252,7 +281,8 @@ class MarksOfRequests(RequestMarks):
         """Give a request with an adapter its mark, or take it away for good: the keys that were
         made of it may stand for other weights now."""
         of_ranks = self._of_ranks(request, mark)
-        if len(of_ranks) < self._ranks or not all(one.content for one in of_ranks):
+        is_known = len(of_ranks) == self._ranks and all(one.content for one in of_ranks)
+        if self._is_salted or not is_known:
             mark.shared = False
         elif not self._stamp(of_ranks):
             mark.shared = False

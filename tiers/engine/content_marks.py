@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.contract.marks import MARK_BYTES, MediaMark, MediaMarks
+from tiers.engine.adapter_marks import name_of
 from tiers.engine.digesting import Digester
 
 logger = logging.getLogger(__name__)
@@ -81,16 +82,19 @@ class ContentMarks(MediaMarks):
         counted: bool = False,
         elsewhere: bool = False,
         sees_all: bool = False,
+        by_adapter: bool = False,
     ) -> None:
         """`trust_names`: rely on names, and digest nothing. `room`: how many names to remember: as
         many as the engine's caches can hold. `counted`: the engine makes names by a counter.
         `elsewhere`: other nodes encode media, whom it asks by name. `sees_all`: each token of a
-        medium attends to all of it."""
+        medium attends to all of it. `by_adapter`: what encodes it has adapters, too, which names
+        tell apart by their own names alone."""
         self._trust_names = trust_names
         self._room = room
         self._counted = counted
         self._elsewhere = elsewhere
         self._sees_all = sees_all
+        self._by_adapter = by_adapter
         self._here = secrets.token_bytes(MARK_BYTES)
         self._contents: OrderedDict[str, bytes | None] = OrderedDict()
         """The content of each name, in order of use; None: it had several."""
@@ -136,7 +140,7 @@ class ContentMarks(MediaMarks):
         mark = self._marks.setdefault(request.request_id, MediaMark())
         if self._trust_names and (media := getattr(request, "mm_features", None)):
             self._names.setdefault(request.request_id, set()).update(m.identifier for m in media)
-            mark.shared &= self._is_sound(request)
+            mark.shared &= self._is_sound(request) and not self._adapter(request)
         while self._unmarked(request):
             self.expect(request)
             asked = self._digesting[request.request_id]
@@ -156,6 +160,7 @@ class ContentMarks(MediaMarks):
         names = self._names.setdefault(request.request_id, set())
         whole = mark.steps[-1][1] if mark.steps else self._here * self._elsewhere
         mark.shared &= self._is_sound(request)
+        adapter = self._adapter(request)
         # Media may have been added since their digests were begun.
         for medium, content in zip(self._unmarked(request), contents, strict=False):
             if self._counted:
@@ -163,12 +168,17 @@ class ContentMarks(MediaMarks):
             if self._elsewhere:
                 self._log.warn(_ELSEWHERE)
             names.add(medium.identifier)
-            known = self._known(medium.identifier, content)
+            known = self._known(medium.identifier, content, adapter)
             if known is None:
                 mark.shared = False
                 known = secrets.token_bytes(MARK_BYTES)
             whole = _digest(whole + known + _place(medium))
             mark.steps.append((medium.mm_position.offset, whole))
+
+    def _adapter(self, request: Any) -> bytes:
+        """Return the adapter that a request's media are encoded with; empty: none."""
+        adapter = getattr(request, "lora_request", None) if self._by_adapter else None
+        return b"" if adapter is None else name_of(adapter)
 
     def _is_sound(self, request: Any) -> bool:
         """Return whether no medium begins within another, of which block hashes would have one, and
@@ -218,12 +228,13 @@ class ContentMarks(MediaMarks):
         for one in asked:
             self._digester.drop(one.item, one.content)
 
-    def _known(self, name: str, content: bytes | None) -> bytes | None:
+    def _known(self, name: str, content: bytes | None, adapter: bytes = b"") -> bytes | None:
         """Return what `name` stands for, None if for several contents. A name without a known
-        `content` stands for itself, in this process."""
+        `content` stands for itself, in this process. `adapter`: what it is encoded with."""
         if content is None:
             content = _digest(self._here + name.encode())
             self._log.warn(_UNSEEN)
+        content = _digest(content + adapter) if adapter else content
         first = self._contents.setdefault(name, content)
         self._contents.move_to_end(name)
         if len(self._contents) > self._room:
@@ -271,7 +282,9 @@ def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> Med
     encoders = vllm_config.ec_transfer_config
     elsewhere = encoders is not None and encoders.is_ec_consumer
     sees_all = vllm_config.model_config.is_mm_prefix_lm
-    return ContentMarks(trust_client_ids and not counted, room, counted, elsewhere, sees_all)
+    towers = bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
+    trust = trust_client_ids and not counted
+    return ContentMarks(trust, room, counted, elsewhere, sees_all, towers)
 
 
 def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:

@@ -49,7 +49,6 @@ from tiers.contract.marks import NO_ADAPTERS, RequestMarks
 from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.contract.weight_reports import Weights
 from tiers.control.engine_control import Control
-from tiers.engine.adapter_marks import MarksOfRequests
 from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.vllm_children import (
@@ -77,7 +76,7 @@ from tiers.engine.vllm_watch import (
     before_resets,
     copies_in_step,
     fill_scales,
-    name_of,
+    marks_of_requests,
     seen_adapters,
     waker,
     worker_weights,
@@ -121,7 +120,7 @@ def engine_info(
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         drops_last=drops_last(vllm_config),
         groups=tuple(group for group, _ in groups),
-        marks=RequestMarks() if is_worker else MarksOfRequests(world_size, name_of),
+        marks=RequestMarks() if is_worker else marks_of_requests(vllm_config),
         adapters=seen_adapters(vllm_config) if is_worker else NO_ADAPTERS,
         host=this_host(),
         ranks_here=_ranks_here(vllm_config.parallel_config),

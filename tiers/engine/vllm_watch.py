@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.weight_reports import Weights
 from tiers.engine import adapter_marks
-from tiers.engine.adapter_marks import SeenAdapters
+from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
 from tiers.engine.model_weights import ModelWeights, before_calls
 from tiers.engine.versions import NEWEST, release_of
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 HASHES_HAVE_PATHS = (release_of(vllm_version) or NEWEST) >= (0, 31)
-"""Whether block hashes contain an adapter's path beside its name."""
+"""Whether block hashes contain an adapter's path beside its name, and tell it from a cache salt."""
 name_of = partial(adapter_marks.name_of, has_path=HASHES_HAVE_PATHS)
 
 _seen: dict[int, tuple[Any, SeenAdapters]] = {}
@@ -114,6 +114,13 @@ def worker_weights() -> Weights:
         "cache before the next request"
     )
     return Weights()
+
+
+def marks_of_requests(vllm_config: VllmConfig) -> MarksOfRequests:
+    """Make the marks of an engine's requests."""
+    mistakes_salts = vllm_config.lora_config is not None and not HASHES_HAVE_PATHS
+    world_size = vllm_config.parallel_config.world_size
+    return MarksOfRequests(world_size, name_of, mistakes_salts=mistakes_salts)
 
 
 def seen_adapters(vllm_config: VllmConfig) -> LoadedAdapters:

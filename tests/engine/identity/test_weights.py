@@ -161,6 +161,7 @@ def test_a_folder_within_a_snapshot_that_the_engine_has_downloaded_is_known(tmp_
         "tower/model.safetensors",
         "model/encoder/model.safetensors",
         "model/audio_tokenizer/model.safetensors",
+        "model/adapters/retrieval/adapter_model.safetensors",
     ],
 )
 def test_other_content_of_what_an_engine_reads_beside_its_model_is_other_weights(
@@ -183,7 +184,7 @@ def test_other_content_of_what_an_engine_reads_beside_its_model_is_other_weights
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "scales.json").write_text("{}")
-    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     known: dict[bytes, object] = {}
     for content in (b"one", b"two", b"one"):
         (tmp_path / file).write_bytes(content)

@@ -555,7 +555,7 @@ class WeightAgreement:
     def __init__(self, ranks: int, generation: Generation) -> None:
         self._ranks = ranks
         self._generation = generation
-        self._numbers = itertools.count()
+        self._numbers, self._steps = itertools.count(), itertools.count()
         self._seen: dict[int, Seen] = {}
         self._verdicts: dict[int, bool] = {}
 
@@ -564,14 +564,15 @@ class WeightAgreement:
         tiers = [tier for tier in metadata if isinstance(tier, OffloadingConnectorMetadata)]
         # What a step computes may be stored by a later one, when the weights have changed.
         tag = None if all(tier.idle for tier in tiers) else self._generation.in_use()
+        step = next(self._steps)
         if self._ranks == 1:
-            return WeightOrders(tag=tag)
+            return WeightOrders(tag=tag, step=step)
         number = None
         if any(tier.reqs_to_store for tier in tiers):
             number = next(self._numbers)
             self._seen[number] = Seen(0, unchanged=True)
         verdicts, self._verdicts = self._verdicts, {}
-        return WeightOrders(number, verdicts, tag)
+        return WeightOrders(number, verdicts, tag, step)
 
     def heard(self, report: WeightReport | None) -> bool:
         """Take in a report of ranks; whether the current generation's weights have changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,6 +43,8 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._saves_awaited: dict[str, Awaited] = {}
         self._loads_awaited: dict[str, Awaited] = {}
         self._failed_blocks: set[int] = set()
+        self._handled: BaseException | None = None
+        """What the engine's caller is handling while this step runs."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.for_each(lambda child: child.register_kv_caches(kv_caches))
@@ -84,6 +87,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._follow(connector_metadata)
         for request, more in connector_metadata.extra_async_saves.items():
             self._saves_awaited[request] = Awaited(more + 1)
+        self._handled = sys.exception()
         self._watch.bind(connector_metadata.weights)
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
             child.bind_connector_metadata(orders)
@@ -141,6 +145,9 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self.for_each(lambda child: child.reset_capture_state())
 
     def wait_for_save(self) -> None:
+        # Model Runner V1 comes here too when a step raises, with blocks that are filled in part.
+        if sys.exception() is self._handled:
+            self._watch.computed()
         self.for_each(lambda child: child.wait_for_save())
 
     # -- ends --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,8 +235,6 @@ class OffloadingWorker(WorkerConnector):
         self._handshake: WorkerHandshake | None = None
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
-        self._handled: BaseException | None = None
-        """What the engine's caller is handling while this step runs."""
         self._closed = self._is_apart = False
         # By job, oldest first. One of `dict` would be slow to tell its first after many have gone.
         self._stores: OrderedDict[int, _Store] = OrderedDict()
@@ -378,7 +375,6 @@ class OffloadingWorker(WorkerConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._handled = sys.exception()
         generations = {job.generation for job in self._orders().reqs_to_load}
         if generations:
             # Here all is queued that touches blocks which are to be loaded: zeroing, and the steps
@@ -435,17 +431,15 @@ class OffloadingWorker(WorkerConnector):
 
     def wait_for_save(self) -> None:
         """Begin the step's stores: fill the slots, then feed the tier from them. Does not wait for
-        the device. Nothing is stored of a step that raises, where Model Runner V1 calls this too:
-        its blocks are filled in part."""
+        the device."""
         meta = self._orders()
         if meta is self._begun:
             return
         self._begun = meta
         is_ours = not (meta.one_writer and self._host.engine.rank)
-        may_store = self._host.watch.adapters.may_store
-        true = [job for job in meta.reqs_to_store if not job.adapter or may_store(job.adapter)]
-        if sys.exception() is not self._handled:
-            true = []
+        watch = self._host.watch
+        jobs, may_store = meta.reqs_to_store if watch.may_store else [], watch.adapters.may_store
+        true = [job for job in jobs if not job.adapter or may_store(job.adapter)]
         # Also where another rank stores them: a tier in host memory may share the gather.
         gather = self._gather([item for job in true for item in job.items])
         if gather is not None and self._host.engine.overwrites_early:

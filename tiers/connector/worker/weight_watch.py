@@ -11,12 +11,15 @@ The first generation, which has no tag, stands for the weights that were there a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from concurrent.futures import Future
 
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.weight_reports import Look, Seen, Watch, WeightOrders, WeightReport, Weights
+
+logger = logging.getLogger(__name__)
 
 
 class WeightVerdict:
@@ -102,11 +105,13 @@ class WeightWatch(Watch):
         self._rank = rank
         self._weights = weights
         self._is_shared = ranks > 1
+        self._step, self._is_computed, self._has_failed = -1, True, False
         self._generation: _Generation | None = None
         self._over: set[bytes] = set()
         self._reported: bytes | None = None
         self._part = 0
         self._number: int | None = None
+        self._next_number = 0
         self._looks: dict[tuple[bytes, bool], WeightVerdict] = {}
         self._unreported: dict[int, WeightVerdict | None] = {}
         self._awaited: dict[int, WeightVerdict] = {}
@@ -119,14 +124,38 @@ class WeightWatch(Watch):
     def bind(self, orders: WeightOrders) -> None:
         self._number = orders.number
         self._looks.clear()
+        self._follow(orders)
         if orders.tag is not None:
             self._of(orders.tag)
         if self._is_shared and orders.number is not None:
+            # Those in between as well, of steps that failed before they came here: others wait.
+            self._unreported |= dict.fromkeys(range(self._next_number, orders.number))
             self._unreported[orders.number] = None
+            self._next_number = orders.number + 1
         for number, unchanged in orders.verdicts.items():
             verdict = self._awaited.pop(number, None)
             if verdict is not None:
                 verdict.everywhere.set_result(unchanged)
+
+    def _follow(self, orders: WeightOrders) -> None:
+        """Store nothing again once a step has failed, or was left out. Those behind it, which may
+        have been queued before, compute with KV that it never made."""
+        if orders.step is None or self._has_failed:
+            return
+        self._has_failed = not self._is_computed or orders.step != self._step + 1
+        self._step, self._is_computed = orders.step, orders.tag is None
+        if self._has_failed:
+            logger.error(
+                "a step of this engine failed: kvtiers stores nothing from now on, since what "
+                "later steps compute may rest on it. Start the engine again"
+            )
+
+    def computed(self) -> None:
+        self._is_computed = True
+
+    @property
+    def may_store(self) -> bool:
+        return self._is_computed and not self._has_failed
 
     def loads(self, tag: bytes) -> WeightVerdict:
         """Look before blocks of a generation are loaded."""

@@ -32,8 +32,8 @@ WITHOUT_EFFECT = {
     "chat_template.json",
     "trainer_state.json",
 }
-FOLDERS = ("audio_tokenizer",)
-"""What some model reads in a folder within its own, whatever its configuration says."""
+FOLDERS = ("audio_tokenizer", "adapters/*")
+"""What some model reads in folders within its own, whatever its configuration says."""
 FROM_FILES = {
     "auto",
     "hf",
@@ -103,7 +103,8 @@ def _files(path: Path) -> Source:
     if not path.is_dir():
         return Source(files=(path,))
     # Whatever can't be looked at would else be no part of the identity.
-    folders = [path, *(path / name for name in FOLDERS if (path / name).is_dir())]
+    below = sorted(one for name in FOLDERS for one in path.glob(name) if one.is_dir())
+    folders = [path, *below]
     every = [one for folder in folders for one in sorted(folder.iterdir())]
     files = [one for one in every if (at := found_at(one)) and S_ISREG(at.st_mode)]
     if not any(p.suffix in WEIGHTS for p in files):

@@ -140,6 +140,7 @@ class TimedWorker(LocalWorker):
         """A step begins: wait until nothing is read that it overwrites, and begin its loads."""
         orders = step.kv_connector_metadata
         orders.step = None  # the engine knows its rate
+        orders.weights = orders.weights._replace(step=None)  # it is bound twice, beside others
         self._half.handle_preemptions(orders)
         self._half.bind_connector_metadata(orders)
         self._half.start_load_kv(None)
