@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ class NearOne(CpuCopier):
     """A device at the node of the second processor, for which memory is pinned."""
 
     pin = True
+    device = torch.device("cuda", 1)
     cpus = frozenset({SECOND})
 
 
@@ -148,8 +150,19 @@ class BeginsThreads(GivenSpec):
 
 @pytest.fixture
 def provided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[frozenset[int]]]:
-    """Where pinned memory was touched first; there is no device that pins it."""
+    """Where pinned memory was touched first; there is no device that pins it. A thread that has
+    none set would make a context on the first one, which is another rank's."""
     found: list[frozenset[int]] = []
+    entered: list[torch.device | None] = []
+
+    @contextmanager
+    def on(device: torch.device | None) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    def pins(*address: int) -> None:
+        assert entered == [NearOne.device]
 
     def populate(address: int, size: int) -> None:
         found.append(frozenset(os.sched_getaffinity(0)))
@@ -159,8 +172,9 @@ def provided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[frozenset[int]]]:
 
     monkeypatch.setattr(slot_memory, "_populate", populate)
     monkeypatch.setattr(slot_memory, "_prefer_huge_pages", prefer)
-    monkeypatch.setattr(slot_memory, "register", lambda address, size: None)
-    monkeypatch.setattr(slot_memory, "unregister", lambda address: None)
+    monkeypatch.setattr(slot_memory, "register", pins)
+    monkeypatch.setattr(slot_memory, "unregister", pins)
+    monkeypatch.setattr(torch.cuda, "device", on)
     yield found
 
 

@@ -61,6 +61,10 @@ class Copier(Protocol):
         """Whether host memory should be pinned for this device."""
 
     @property
+    def device(self) -> torch.device | None:
+        """The device that it is pinned for; None: there is none."""
+
+    @property
     def cpus(self) -> frozenset[int]:
         """The processors near it, for threads that touch that memory; none: all are as near."""
 

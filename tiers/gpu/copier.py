@@ -37,6 +37,7 @@ class CpuCopier:
     """
 
     pin = False
+    device: torch.device | None = None
     cpus = frozenset[int]()
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:

@@ -130,6 +130,10 @@ class CudaCopier:
         return self._bus.warning
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
     def cpus(self) -> frozenset[int]:
         """The processors of the NUMA node that the device is at."""
         return near_device(self._device)

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from math import lcm
 
 import torch
@@ -58,7 +59,7 @@ class SlotMemory:
     A forked child has none of it. With `reserve`, a number of slots, it can grow to as many: their
     addresses are set aside, and `rows` keeps its own. What is pinned is then whole pieces of
     `REGISTER_BYTES`, the last of which may go beyond the last slot. With `cpus` it is provided by
-    those processors, and so at their node.
+    those processors, and so at their node. It is pinned for `device`; None: the calling thread's.
     Owner of the bytes until `close`; views handed out must not outlive it.
     """
 
@@ -71,11 +72,14 @@ class SlotMemory:
         check: Callable[[int], None] = lambda size: None,
         reserve: int = 0,
         cpus: frozenset[int] = frozenset(),
+        device: torch.device | None = None,
     ) -> None:
         self.payload_bytes = payload_bytes
         self._stride = stride = slot_stride(payload_bytes)
         self._piece = pinned_together(stride) * stride
         self._pin, self._cpus = pin, cpus
+        # Threads that change a chain have none set: a context on the first one is another rank's.
+        self._on_device = nullcontext if device is None else partial(torch.cuda.device, device)
         self._map = _map(max(1, num_slots) * stride, reserve * stride)
         # After a fork a slot's next write would go to a new page, while a device still copies the
         # old one; or, with newer kernels, the fork itself copies all that is pinned.
@@ -119,7 +123,8 @@ class SlotMemory:
         provide(self._address + start, end - start, check, log, self._cpus)
         for at in range(start, end, self._piece):
             size = min(self._piece, end - at)
-            register(self._address + at, size)
+            with self._on_device():
+                register(self._address + at, size)
             self._pinned.append(self._address + at)
             log.reached(at + size - start, "pinned")
         log.ended()
@@ -139,7 +144,8 @@ class SlotMemory:
     def _release(self, start: int, end: int) -> None:
         """Unpin what is pinned of a range, and give back the pages that begin in it."""
         while self._pinned and self._pinned[-1] >= self._address + start:
-            unregister(self._pinned[-1])
+            with self._on_device():
+                unregister(self._pinned[-1])
             self._pinned.pop()
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # slots before it may share a page
         # By ctypes, which lets other threads run meanwhile.
@@ -162,7 +168,7 @@ class SlotMemory:
         """Unpin. The memory goes back with the last view of it. Idempotent."""
         while self._pinned:
             # A device that has failed unpins nothing; what is closed next must be, all the same.
-            with suppress(TierUnusable, RuntimeError):
+            with suppress(TierUnusable, RuntimeError), self._on_device():
                 unregister(self._pinned.pop())
 
 

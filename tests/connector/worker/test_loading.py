@@ -36,7 +36,7 @@ class Host:
     """An engine whose paged KV is one number for each block."""
 
     payload_bytes = PAYLOAD
-    pin = False
+    pin, device = False, None
     cpus = frozenset[int]()
 
     def __init__(self) -> None:

@@ -81,8 +81,7 @@ def test_a_step_waits_for_no_look(ranks: int) -> None:
     watch.begin()
     weights.go.clear()
     weights.shown = b"new"
-    watch.bind(WeightOrders(6))  # of a step that looked at nothing here
-    watch.bind(WeightOrders(7, {6: True}))
+    watch.bind(WeightOrders(7, {6: True}))  # of a step that looked at nothing here
     assert watch.report() is None, "it may look yet"
     watch.stores(b"")
     assert watch.report() is None

@@ -224,7 +224,8 @@ class Loading:
         # Touched now: a first load would take twice as long otherwise.
         try:
             for _ in range(self._at_once * BOUNCES):
-                self._bounces.append(SlotMemory(rows, payload, copier.pin, True, cpus=copier.cpus))
+                near: dict[str, Any] = {"cpus": copier.cpus, "device": copier.device}
+                self._bounces.append(SlotMemory(rows, payload, copier.pin, True, **near))
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 

@@ -129,9 +129,8 @@ class WeightWatch(Watch):
             self._of(orders.tag)
         if self._is_shared and orders.number is not None:
             # Those in between as well, of steps that failed before they came here: others wait.
-            self._unreported |= dict.fromkeys(range(self._next_number, orders.number))
-            self._unreported[orders.number] = None
-            self._next_number = orders.number + 1
+            first, self._next_number = self._next_number or orders.number, orders.number + 1
+            self._unreported |= dict.fromkeys(range(first, self._next_number))
         for number, unchanged in orders.verdicts.items():
             verdict = self._awaited.pop(number, None)
             if verdict is not None:
