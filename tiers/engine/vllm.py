@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import SchedulerInterface
 
 from spec.chain import ChainSpec, EventsSpec
 from spec.load import SpecError, load_chain
@@ -74,6 +75,7 @@ from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_watch import (
     before_resets,
+    caller,
     copies_in_step,
     fill_scales,
     marks_of_requests,
@@ -154,12 +156,7 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
     """The chain that `kv_connector_extra_config` names; None: it lists connectors instead. Raises
     ValueError when it can't be used."""
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ValueError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a block that fails "
-            'to load would fail its request. Set "kv_load_failure_policy": "recompute" in '
-            "--kv-transfer-config, as `kvtiers config FILE` prints it."
-        )
+    _refuse_policy(transfer)
     extra = transfer.kv_connector_extra_config
     if extra.get("connectors") and set(extra) <= {"connectors", "load_policy"}:
         return None
@@ -170,6 +167,16 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
             "which load_policy may be given."
         )
     return load_chain(extra["chain"])
+
+
+def _refuse_policy(transfer: KVTransferConfig) -> None:
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f"{transfer.kv_connector}: kv_load_failure_policy is "
+            f"{transfer.kv_load_failure_policy!r}: a block that fails to load would fail its "
+            'request. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config, as '
+            "`kvtiers config FILE` prints it."
+        )
 
 
 def configured_tiers(vllm_config: VllmConfig) -> list[str]:
@@ -292,6 +299,9 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
     ) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         chain = configured_chain(vllm_config)
+        scheduler: Any = caller(SchedulerInterface)
+        if scheduler is not None:  # under vLLM's MultiConnector its policy alone is obeyed
+            _refuse_policy(scheduler.vllm_config.kv_transfer_config)
         # Listed connectors may hear of resets themselves.
         self._hears_resets = chain is not None and chain.on_reset != "keep"
         events = EventsSpec() if chain is None else chain.events

@@ -100,6 +100,11 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
             "that were never computed in its own prefix cache. Leave it out, or start vLLM without "
             "kvtiers."
         )
+    if getattr(parallel, "enable_elastic_ep", False) and parallel.all2all_backend != "nixl_ep":
+        raise ValueError(
+            "with --enable-elastic-ep vLLM captures graphs again while it serves, which copies of "
+            "other threads break. Set --all2all-backend nixl_ep, or start vLLM without kvtiers."
+        )
     launcher = getattr(parallel, "distributed_executor_backend", None)
     if launcher == "external_launcher" and parallel.world_size > 1:
         raise ValueError(

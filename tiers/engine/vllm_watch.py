@@ -102,7 +102,10 @@ def copies_in_step(vllm_config: VllmConfig) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
     that sleeps, and does not announce it as 0.33 does, waits for its device alone."""
     announced = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)) and not announced
+    model = vllm_config.model_config
+    # Either lets it sleep, by vLLM's allocator.
+    sleeps = any(getattr(model, f"enable_{by}", False) for by in ("sleep_mode", "cumem_allocator"))
+    return sleeps and not announced
 
 
 def worker_weights() -> Weights:

@@ -109,6 +109,17 @@ def test_who_waits_goes_on_when_the_load_has_ended() -> None:
     assert not setting.joins("pppp", name="c"), "nothing is in flight"
 
 
+def test_who_is_asked_long_after_the_load_has_waited_for_no_more_than_that() -> None:
+    """An engine with as many requests as may run asks nobody."""
+    setting = Setting("pppp")
+    assert setting.joins("pppp")
+    setting.time = 0.5
+    setting.end("a")
+    setting.time = 60.0
+    assert not setting.waits("b")
+    assert setting.state("b").wait_budget.left() == 9.5
+
+
 def test_who_waits_goes_on_when_the_loader_is_gone() -> None:
     setting = Setting("pppp")
     assert setting.joins("pppp")

@@ -25,8 +25,9 @@ from tiers.connector.policy.request_state import (
     lookup_seconds,
 )
 from tiers.contract.engine_info import EngineInfo, KVGroup
-from tiers.contract.marks import MediaMark, RequestMark, RequestMarks
+from tiers.contract.marks import MediaMark, MediaMarks, RequestMark, RequestMarks
 from tiers.contract.protocols import Request
+from tiers.contract.stats import CHAIN
 from tiers.lab.replay.requests import CachedRequests, NewRequest
 
 
@@ -53,6 +54,23 @@ def test_a_step_that_takes_long_is_no_wait_for_a_tier() -> None:
     clock.now += 60
     wait_budget.found()
     assert wait_budget.left() == 2.0 - lookup_seconds(2.0) == 1.0
+
+
+def test_media_are_waited_for_while_their_request_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine with as many requests as may run asks nobody."""
+    clock, request = Clock(), FakeRequest("a", 8, [b"1", b"2"])
+    table = RequestTable(EngineInfo({}, 4, 4, num_blocks=9), now=clock, max_wait=3.0)
+    monkeypatch.setattr(MediaMarks, "ready", lambda *_: False)
+    monkeypatch.setattr(MediaMarks, "give_up", lambda *_, late: late)
+    for _ in range(3):
+        assert not table.is_marked(request, wait=True) and not table.take_measures()
+        clock.now += 60
+    table.is_marked(request, wait=True)
+    assert table.take_measures()[CHAIN]["media_timeouts"] == 1
+    monkeypatch.undo()
+    assert table.of(request).wait_budget.left() == 0.0
 
 
 def test_a_short_wait_leaves_half_of_it_for_the_load() -> None:

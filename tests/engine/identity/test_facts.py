@@ -233,6 +233,12 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             "with --enable-fault-tolerance vLLM goes on after a step that failed",
         ),
         (
+            "elastic EP that captures graphs again",
+            [{}],
+            {"enable_elastic_ep": True, "all2all_backend": "deepep_high_throughput"},
+            "with --enable-elastic-ep vLLM captures graphs again",
+        ),
+        (
             "several ranks of external_launcher",
             [{}],
             {"distributed_executor_backend": "external_launcher", "world_size": 2},
@@ -321,6 +327,8 @@ def test_what_can_t_be_served_is_named(
             prefill_context_parallel_size=more.get("prefill_context_parallel_size", 1),
             pipeline_parallel_size=more.get("pipeline_parallel_size", 1),
             enable_fault_tolerance=more.get("enable_fault_tolerance", False),
+            enable_elastic_ep=more.get("enable_elastic_ep", False),
+            all2all_backend=more.get("all2all_backend"),
             distributed_executor_backend=more.get("distributed_executor_backend", "mp"),
             world_size=more.get("world_size", 1),
         ),

@@ -401,9 +401,9 @@ def test_metrics_are_registered_once_whatever_the_children() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("sleeps", ["enable_sleep_mode", "enable_cumem_allocator", ""])
 def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_step(
-    sleeps: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+    sleeps: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -413,8 +413,9 @@ def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_ste
         monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", print, raising=False)
     else:
         monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
-    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
-    assert copies_in_step(config) is (sleeps and not told)
+    settings = {"enable_sleep_mode": False, "enable_cumem_allocator": False} | {sleeps: True}
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(**settings))
+    assert copies_in_step(config) is (bool(sleeps) and not told)
 
 
 @pytest.mark.parametrize("binds", ["bind_kv_cache_manager", "bind_gpu_block_pool"])

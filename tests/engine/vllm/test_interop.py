@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.vllm.recipes import recipe
-from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, Run
+from tests.engine.vllm.tiny_vllm import BLOCK_BYTES, EngineFailed, Run
 from tests.engine.vllm.vllm_chains import (
     COMPLETE,
     IN_PROCESS,
@@ -45,6 +45,16 @@ def test_vllms_example_connector_is_a_child_of_ours(
     assert [batch[0] for batch in second.cached] == [18 * 32] * 4, "all came from the example"
     assert second.loaded() == {}
     assert second.count("ours/cpu", "stored_blocks") == 0, "what it loads is not proven in time"
+
+
+def test_the_policy_that_the_engine_obeys_is_the_outermost_connector_s(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """It fails the request of a block that is late or damaged; by default, too."""
+    outer = transfer("MultiConnector", [tiers(disk(tmp_path))])
+    outer["kv_load_failure_policy"] = "fail"
+    with pytest.raises(EngineFailed, match="MultiConnector: kv_load_failure_policy is 'fail'"):
+        run_vllm([], kv_transfer_config=outer, **IN_PROCESS)
 
 
 def test_two_of_ours_are_children_of_vllms_multi_connector(

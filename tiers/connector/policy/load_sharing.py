@@ -10,6 +10,7 @@ load with other limits, or for requests that come, load and are aborted one afte
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -42,10 +43,11 @@ class LoadSharing:
         """Whether the load that a request waits for is in flight."""
         if request_state.awaits is None:
             return False
-        if request_state.awaits.wait_budget.is_loading and request_state.wait_budget.left() > 0:
+        loader, budget = request_state.awaits.wait_budget, request_state.wait_budget
+        if loader.is_loading and budget.left() > 0:
             return True
         request_state.awaits = None
-        request_state.wait_budget.loaded()
+        budget.loaded(math.inf if loader.is_loading else loader.ended)
         return False
 
     def joins(self, request_state: RequestState, computed: int, tokens: int) -> bool:

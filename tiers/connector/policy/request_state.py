@@ -240,7 +240,8 @@ class RequestTable:
         if self.ready(request):
             return True
         budget = self._unmarked.setdefault(request.request_id, self._wait_budget())
-        budget.loads()
+        budget.found()
+        budget.looks()
         if wait and budget.left() > 0:
             return False
         self._media_late += self.engine.media.give_up(request, late=wait) and wait
@@ -268,7 +269,7 @@ class RequestTable:
             if getattr(request, "resumable", False) and not self.engine.goes_on_right:
                 limits = NOTHING
             budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
-            budget.loaded()
+            budget.found()
             request_state = self._states[request.request_id] = RequestState(
                 request,
                 limits,
@@ -537,8 +538,8 @@ def lookup_seconds(max_wait: float) -> float:
 class WaitBudget:
     """What one request has left of `max_wait` seconds; used by the scheduler's thread alone.
 
-    A lookup costs at most `lookup_seconds`, even if the engine's step took longer. `now` gives
-    seconds, never going back.
+    A lookup costs at most `lookup_seconds`, even if the engine's step took longer, or asked others
+    first. `now` gives seconds, never going back.
     """
 
     def __init__(self, now: Callable[[], float], max_wait: float = math.inf) -> None:
@@ -547,6 +548,8 @@ class WaitBudget:
         self._left = max_wait
         self._looking: float | None = None
         self._loading: float | None = None
+        self.ended = -math.inf
+        """When the last load that the request waited for had ended."""
 
     def left(self) -> float:
         """Seconds that the request may still wait."""
@@ -575,6 +578,10 @@ class WaitBudget:
     def is_loading(self) -> bool:
         return self._loading is not None
 
-    def loaded(self) -> None:
-        """The request no longer waits: the load has ended in all tiers, or was given up."""
-        self._left, self._loading = self.left(), None
+    def loaded(self, ended: float = math.inf) -> None:
+        """The request no longer waits: the load has ended in all tiers, or was given up. `ended`:
+        when it had, if that is known; who is asked later has waited for the engine since."""
+        self.ended = min(ended, self._now())
+        if self._loading is not None:
+            self._left -= max(0.0, self.ended - self._loading)
+            self._loading = None
