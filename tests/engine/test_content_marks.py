@@ -19,7 +19,8 @@ import torch
 
 from spec.chain import LOAD_POLICIES
 from tests.support.clock import wait_for
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
+from tests.support.damage import damage_blocks
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names, scheduler_of
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import new_offers
@@ -208,6 +209,8 @@ def test_a_part_of_a_medium_that_sees_all_of_itself_is_cut_before_it() -> None:
     assert [marks.cut(request, end) for end in ends] == [20, 20, 20, 29, 40, 40, 49, 50]
     assert [process().cut(request, end) for end in ends] == ends
     assert marks.cut(SimpleNamespace(request_id="text"), 21) == 21
+    assert marks.are_whole(request) and not process().are_whole(request)
+    assert not marks.are_whole(SimpleNamespace(request_id="text"))
 
 
 @pytest.mark.parametrize("trust", [False, True])
@@ -426,6 +429,35 @@ def test_no_load_ends_within_an_image_that_sees_all_of_itself(
     made.settle()
     made.generate(prompt, 2)
     assert measured(made, "loaded_tokens", "cpu") > IMAGE.start + IMAGE.stop
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
+def test_nothing_is_used_of_a_load_that_fails_within_an_image_that_sees_all_of_itself(
+    engine: Callable[..., ReplayEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    load: str,
+    is_whole: bool,
+) -> None:
+    """The engine would go on behind the last block that came, and compute the rest of it apart."""
+    made = engine(chain_of(disk(tmp_path), load_policy=load), prefix_caching=False)
+    prompt = list(range(80))
+    lost = names(made, made.generate(prompt, 1).block_hashes[7:])
+    made.settle()
+    assert damage_blocks(tmp_path, lost.__contains__) == len(lost)
+    monkeypatch.setattr(MediaMarks, "are_whole", lambda *_: is_whole)
+    request, recompute, left = made.add(prompt, 2), made.scheduler._recompute, list[int]()
+
+    def noting(*reported: Any) -> None:
+        recompute(*reported)
+        left.append(request.num_computed_tokens)
+
+    monkeypatch.setattr(made.scheduler, "_recompute", noting)
+    made.run()
+    assert left == [0 if is_whole else 28]
+    assert measured(made, "loaded_tokens", "disk") == left[0]
+    assert request.output == answer(MODEL, prompt, 2)
 
 
 @pytest.mark.parametrize("step", [24, 60, 64])

@@ -74,6 +74,10 @@ class MediaMarks:
         fewer where each token of a medium attends to all of it, and the last is within one."""
         return tokens
 
+    def are_whole(self, request: Request) -> bool:
+        """Whether it has media of which `cut` leaves no part."""
+        return False
+
     def doubt(self, request: Request) -> None:
         """Nothing is stored any more of requests with media of this one: the engine's own cache may
         have KV of a part of them, under the name of the whole."""

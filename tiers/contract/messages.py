@@ -103,7 +103,8 @@ class StoreJob:
 @dataclass(frozen=True)
 class LoadJob:
     """Blocks of one request in flight to the engine, for `seconds` at most. `generation`:
-    that of their keys. `part`: where they are in its prompt."""
+    that of their keys. `part`: where they are in its prompt. `first`: the first paged block of all
+    that the request loads, if a part of that is of no use; None: it is."""
 
     job_id: int
     request_id: str
@@ -111,6 +112,7 @@ class LoadJob:
     seconds: float = math.inf
     generation: bytes = b""
     part: PromptPart = NO_PART
+    first: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _job, (LoadJob, LoadItem, _columns(self))

@@ -211,6 +211,9 @@ class ContentMarks(MediaMarks):
                 return int(place.offset) if tokens < place.offset + place.length else tokens
         return tokens
 
+    def are_whole(self, request: Any) -> bool:
+        return self._sees_all and bool(getattr(request, "mm_features", None))
+
     def forget(self, request_id: str) -> None:
         """Drop the marks of a request. What its names stood for is kept."""
         self._marks.pop(request_id, None)

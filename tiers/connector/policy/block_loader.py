@@ -45,9 +45,12 @@ class SharedLoad:
     That is known when the last tier has ended. Used by the scheduler's thread alone.
     """
 
-    def __init__(self, tiers: int, notes: Attempt = UNNOTED, began: float = 0.0) -> None:
-        """`notes`: hear of its outcome. `began`: when, by the clock of the tiers."""
-        self.began = began
+    def __init__(
+        self, tiers: int, notes: Attempt = UNNOTED, began: float = 0.0, is_whole: bool = False
+    ) -> None:
+        """`notes`: hear of its outcome. `began`: when, by the clock of the tiers. `is_whole`: a
+        part of it, which might end within a medium, is of no use."""
+        self.began, self.is_whole = began, is_whole
         self.notes = notes
         self._left = tiers
         self._failed: list[int] = []

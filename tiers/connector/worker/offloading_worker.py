@@ -419,6 +419,8 @@ class OffloadingWorker(WorkerConnector):
             merge(self._measures, {"load_timeouts": int(result.late), "damaged_blocks": damaged})
             if not self._host.engine.all_or_nothing_loads:
                 self._failed_blocks |= {job.items[index].target for index in failed}
+                if failed and job.first is not None:
+                    self._failed_blocks.add(job.first)
             elif failed:
                 results.failed_recving.add(job.request_id)
         return results
