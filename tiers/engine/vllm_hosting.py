@@ -10,7 +10,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,6 +103,9 @@ class HostingEngine:
         self._seen = self._executor.collective_rpc(weights_of_worker)
         self._is_compared = True
         self._watch_calls(core)
+        self._has_failed = False
+        for name in ("execute_model", "sample_tokens"):
+            self._watch_steps(name)
         self._watch = WeightWatch(self._weights_here(), ranks=1)
         self._watch.begin()
         self._resets = 0
@@ -125,8 +129,9 @@ class HostingEngine:
     def is_outdated(self) -> bool:
         """Whether what is stored may be of other weights than the engine has. Until vLLM resets its
         connector as well, nothing is to be served or kept. Nor while the weights can't be read: a
-        device unmaps what sleeps."""
-        if self._executor.is_sleeping:
+        device unmaps what sleeps. Nor ever after a step that failed: later ones, which the engine
+        may go on with, compute with KV that it never made."""
+        if self._has_failed or self._executor.is_sleeping:
             return True
         if not self._has_looked:
             self._has_looked = True
@@ -182,6 +187,32 @@ class HostingEngine:
             return answer
 
         core.collective_rpc = calling
+
+    def _watch_steps(self, name: str) -> None:
+        """Note whether a step fails, at once or when its future ends."""
+        call = getattr(self._executor, name)
+
+        def ended(future: Future[Any]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                self._step_failed()
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as failed:
+                failed.callback(self._step_failed)
+                answer = call(*args, **kwargs)
+                failed.pop_all()
+            if isinstance(answer, Future):
+                answer.add_done_callback(ended)
+            return answer
+
+        setattr(self._executor, name, calling)
+
+    def _step_failed(self) -> None:
+        self._has_failed = True
+        logger.error(
+            "a step of this engine failed: the hosted tiers serve and keep nothing from now on, "
+            "since what later steps compute may rest on it. Start the engine again"
+        )
 
     def _compare(self) -> None:
         if self._is_compared or self._executor.is_sleeping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,7 +227,7 @@ def test_weights_are_compared_after_each_call_or_when_they_can_be_read(
     engine: Any = object.__new__(HostingEngine)
     core = SimpleNamespace(collective_rpc=client)
     engine._executor, engine._seen, engine._is_compared = workers, [b"old"], True
-    engine._is_outdated = engine._has_looked = False
+    engine._is_outdated = engine._has_looked = engine._has_failed = False
     engine._resets, engine._watch = 0, WeightWatch(Weights(), ranks=1)
     engine._room = SimpleNamespace(step_begins=lambda: None)
     engine._watch_calls(core)
@@ -238,6 +239,29 @@ def test_weights_are_compared_after_each_call_or_when_they_can_be_read(
     assert engine.is_outdated
     engine.end_step()
     assert engine.is_outdated == (weights == [b"new"])
+
+
+@pytest.mark.parametrize("how", ["raises", "ends so", "ends well"])
+def test_nothing_is_served_or_kept_after_a_step_that_failed(how: str) -> None:
+    """An engine may go on, as one of this process whose caller catches that."""
+    from tiers.engine.vllm_hosting import HostingEngine
+
+    def execute_model(step: str) -> Future[Any]:
+        if how == "raises":
+            raise MemoryError("there is none for this layer")
+        return step_ends
+
+    step_ends = Future[Any]()
+    engine: Any = object.__new__(HostingEngine)
+    engine._executor = SimpleNamespace(is_sleeping=False, execute_model=execute_model)
+    engine._has_failed = engine._is_outdated = False
+    engine._has_looked = engine._is_compared = True
+    engine._watch_steps("execute_model")
+    with suppress(MemoryError):
+        assert engine._executor.execute_model("step") is step_ends
+    assert engine.is_outdated == (how == "raises")
+    step_ends.set_result(None) if how == "ends well" else step_ends.set_exception(MemoryError())
+    assert engine.is_outdated == (how != "ends well")
 
 
 def settings_of(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
