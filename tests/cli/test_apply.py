@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.support.replay_chains import cpu, disk
 from tiers.cli import apply as command
 from tiers.control import change_watch
 from tiers.control.change_watch import Verdict
+from tiers.control.control_server import ControlServer
 from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., Any]
@@ -71,6 +72,24 @@ def test_a_running_engine_takes_another_order(kvtiers: Run, engine: Engine, tmp_
         assert refused.status == 1 and "has version 2, not 1" in refused.err
     status = kvtiers("status", "--folder", tmp_path / "control")
     assert "chain version 2" in status.out and status.out.index("disk") < status.out.index("cpu ")
+
+
+def test_what_an_engine_says_moves_no_cursor(kvtiers: Run, tmp_path: Path) -> None:
+    """As names of tiers and errors of plugins may."""
+    odd = "\x1b[2J\r"
+    over = {"version": 2, "over": True, "remains": [odd], "verdict_text": odd}
+    over["verdict"] = {"outcome": "better"}
+    answers = [{"why": odd, "lines": [odd]}, {"why": "", "lines": []}]
+    verbs = {
+        "status": dict,
+        "apply": lambda _: {**over, **answers.pop(0), "diff": {"refused": []}, "change": 1},
+        "change": lambda _: over,
+    }
+    with closing(ControlServer(tmp_path / "control", "odd", verbs)):
+        ran = kvtiers("apply", written(tmp_path, cpu(capacity="1MiB")))
+        assert (ran.out, ran.err) == ("\\x1b[2J\\r\n", "refused: \\x1b[2J\\r\n")
+        ran = kvtiers("apply", written(tmp_path, cpu(capacity="1MiB")), "--watch", "1s")
+        assert ran.status == 0 and ran.out.count("\\x1b[2J\\r") == 2 and "\x1b" not in ran.out
 
 
 def test_a_change_is_watched(

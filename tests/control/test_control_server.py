@@ -142,10 +142,7 @@ def test_a_folder_that_others_may_change_is_refused(
         with pytest.raises(FolderRefused, match=r"open has mode 07.*chmod it to 0700"):
             ControlServer(folder, "a", {})
     folder.chmod(0o700)
-    if os.geteuid() == 0:
-        os.chown(folder, 12, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 12)
+    give_away(folder, monkeypatch)
     with pytest.raises(FolderRefused, match="belongs to user"):
         ControlServer(folder, "a", {})
     (tmp_path / "link").symlink_to(tmp_path)
@@ -153,6 +150,35 @@ def test_a_folder_that_others_may_change_is_refused(
         ControlServer(tmp_path / "link", "a", {})
     with pytest.raises(FolderRefused, match="No such file"):
         ControlServer(tmp_path / "not" / "there", "a", {})
+
+
+def give_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the folder another user's."""
+    if os.geteuid() == 0:
+        os.chown(folder, 12, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12)
+
+
+def test_in_a_folder_that_others_may_change_nobody_is_asked(
+    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes the folder first could answer as an engine, and be told a chain's salts."""
+    made = serve()
+    folder = made.path.parent
+    folder.chmod(0o720)
+    for place in (folder, made.path):
+        with pytest.raises(NoAnswer, match=r"no engine is asked: .* has mode 0720"):
+            ask(place, "echo")
+    folder.chmod(0o700)
+    assert ask(folder, "echo")[0].engine == made.engine
+    (folder.parent / "link").symlink_to(folder)
+    with pytest.raises(NoAnswer, match="no engine is asked"):
+        ask(folder.parent / "link", "echo")
+    give_away(folder, monkeypatch)
+    for place in (folder, made.path):
+        with pytest.raises(NoAnswer, match=r"no engine is asked: .* belongs to user"):
+            ask(place, "echo")
 
 
 def test_a_socket_of_an_engine_that_is_gone_is_removed(serve: Callable[..., ControlServer]) -> None:

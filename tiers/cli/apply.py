@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spec.errors import one_line
 from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, only_engine, parsed, refused
 
 POLL_SECONDS = 0.1
@@ -73,7 +74,7 @@ def apply(
     answer = _ask("apply", question, name, folder)
     if not as_json:
         for line in answer["lines"]:
-            typer.echo(line)
+            typer.echo(one_line(line))
     if not dry_run:
         answer |= _outcome(answer, name, folder)
     if as_json:
@@ -105,7 +106,7 @@ def _watch(number: int, name: str, folder: Path | None, as_json: bool) -> None:
         if answer["verdict"]["outcome"] != "watching":
             break
         time.sleep(1.0)
-    typer.echo(json.dumps(answer) if as_json else answer["verdict_text"])
+    typer.echo(json.dumps(answer) if as_json else one_line(answer["verdict_text"]))
     if answer["verdict"]["outcome"] == "worse":
         raise typer.Exit(1)
 
@@ -131,8 +132,9 @@ def _outcome(answer: dict[str, Any], name: str, folder: Path | None) -> dict[str
 def _print_outcome(name: str, answer: dict[str, Any]) -> None:
     if answer["why"]:
         if not answer["diff"]["refused"]:
-            typer.echo(f"refused: {answer['why']}", err=True)
+            typer.echo(f"refused: {one_line(answer['why'])}", err=True)
         return
     typer.echo(f"engine {name}: its chain has version {answer['version']}")
     for tier in answer["remains"]:
-        typer.echo(f"tier {tier}: blocks are still in flight; it closes when they have ended")
+        line = f"tier {tier}: blocks are still in flight; it closes when they have ended"
+        typer.echo(one_line(line))

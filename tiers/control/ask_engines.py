@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tiers.control.control_server import PROTOCOL, SUFFIX, short_path
 from tiers.errors import KVTiersError
+from tiers.paths import foreign
 
 SECONDS = 10.0
 """How long one engine may take to answer."""
@@ -31,16 +32,17 @@ class EngineAnswer(NamedTuple):
 
 def sockets(folder: Path, engine: str | None = None) -> list[Path]:
     """Return the sockets of a folder: all, or those of the engines with this name, or whose names
-    begin with it. Raises NoAnswer where there is none."""
-    if folder.is_socket():
-        return [folder]
-    found = sorted(folder.glob(f"*{SUFFIX}"))
-    if not found:
+    begin with it. Raises NoAnswer where there is none, or others could answer in its place."""
+    place = folder.parent if folder.is_socket() else folder
+    found = sorted(folder.glob(f"*{SUFFIX}")) if place == folder else [folder]
+    why = foreign(place.lstat()) if found else ""
+    if why or not found:
+        what = f"is asked: {place} {why}" if why else f"listens in {place}"
         raise NoAnswer(
-            f"no engine listens in {folder}. Run this on the engine's host and as its user; if "
-            "its chain has a control.folder, name that by --folder"
+            f"no engine {what}. Run this on the engine's host and as its user; if its chain has a "
+            "control.folder, name that by --folder"
         )
-    if engine is None:
+    if engine is None or place != folder:
         return found
     same = [path for path in found if path.stem == engine]
     named = same or [path for path in found if path.stem.startswith(engine)]
