@@ -15,6 +15,8 @@ import yaml
 from tests.support.changing import changes_of
 from tests.support.replay_chains import cpu, disk
 from tiers.cli import apply as command
+from tiers.connector.multi import changes
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.control import change_watch
 from tiers.control.change_watch import Verdict
 from tiers.control.control_server import ControlServer
@@ -115,6 +117,24 @@ def test_a_change_is_watched(
     with stepping(running):
         ran = kvtiers("apply", written(tmp_path, a, b), "--watch", "500ms", *folder)
     assert ran.status == 1 and ran.out.endswith("; the chain of before is in effect again\n")
+
+
+def test_a_change_in_part_is_none_that_was_refused(
+    kvtiers: Run, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier that is to be opened anew does not close."""
+    a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
+    running = engine(a, b)
+    monkeypatch.setattr(changes, "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(change_watch, "CHANGE_SECONDS", 0.2)
+    anew = written(tmp_path, a, {**b, "durability": "sync"})
+    why = "changed in part: tier disk has not closed: the chain goes on without it\n"
+    with stepping(running), monkeypatch.context() as busy:
+        busy.setattr(OffloadingScheduler, "jobs_in_flight", 1)
+        ran = kvtiers("apply", anew, "--watch", "1h")
+    assert (ran.status, ran.err) == (1, why)
+    assert "worse: it was made in part" in ran.out and "going back failed: tier disk" in ran.out
+    assert changes_of(running).version == 2
 
 
 def test_what_is_refused_and_what_is_bad(

@@ -17,10 +17,12 @@ from tests.support.changing import change, changes_of, running
 from tests.support.clock import Clock
 from tests.support.replay_chains import chain_of, cpu, disk
 from tests.support.topologies import wait_until
+from tiers.connector.multi import changes as multi_changes
 from tiers.connector.multi.changes import PendingChange
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import CHAIN, TierStats
 from tiers.control.change_verbs import KEPT, ChangeVerbs
-from tiers.control.change_watch import PARTS, ChangeWatch, Saved, compare
+from tiers.control.change_watch import PARTS, ChangeWatch, Saved, compare, describe
 from tiers.control.control_server import QuestionRefused
 from tiers.control.status_board import StatusBoard
 from tiers.lab.replay import ReplayEngine
@@ -121,6 +123,29 @@ def test_a_change_for_the_worse_takes_none_along_that_came_while_it_was_asked_fo
         assert watched.verdict.went_back and changes.chain == paused
 
 
+def test_a_change_in_part_is_taken_back_once_its_tier_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (chain_of(cpu(), disk(tmp_path, durability=how)) for how in ("batch", "sync"))
+    with running(old) as engine:
+        changes = changes_of(engine)
+        with monkeypatch.context() as busy:
+            busy.setattr(OffloadingScheduler, "jobs_in_flight", 1)
+            busy.setattr(multi_changes, "DRAIN_SECONDS", 0.0)
+            review = Mock(side_effect=changes.review)
+            monkeypatch.setattr(changes, "review", review)
+            pending = change(engine, new)
+            assert pending.in_part and changes.chain == chain_of(cpu())
+            reviews = review.call_count
+            watched = ChangeWatch(changes, History(0.3, 0.3).saved, pending, seconds=3600)
+            wait_until(lambda: review.call_count > reviews)
+            assert watched.verdict.outcome == "watching"
+        watch(engine, watched)
+        verdict = watched.verdict
+        assert verdict.outcome == "worse" and verdict.went_back
+        assert "made in part" in describe(verdict) and changes.chain == old
+
+
 def test_another_change_ends_the_watch(tmp_path: Path) -> None:
     old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
     with running(old) as engine:
@@ -184,6 +209,7 @@ def test_what_is_compared_leaves_out_the_change_itself(tmp_path: Path, refused: 
     pending.before = old
     going_back.end(3, "another change came")
     changes = Mock(version=2, request=Mock(return_value=going_back))
+    changes.review.return_value.refused = ()
 
     def saved(since: float, until: float, count: int) -> list[Saved]:
         spans.append((since, until))

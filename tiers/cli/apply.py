@@ -54,7 +54,8 @@ def apply(
     flight keep their plan. The engine goes on to watch a change with --watch when this command is
     interrupted. --dry-run asks no rank for memory, so a rank may still refuse. The engine is looked
     for in the chain's control.folder unless --folder is given. Status 1: it was refused, and
-    nothing has changed, or it was taken back.
+    nothing has changed, or it was taken back, or changed in part: without a tier that did not
+    close, or could be opened neither anew nor as it was.
 
     \b
     kvtiers apply chain.yaml --dry-run
@@ -81,10 +82,11 @@ def apply(
         typer.echo(json.dumps({"engine": name, "dry_run": dry_run, **answer}))
     elif not dry_run:
         _print_outcome(name, answer)
+    has_changed = not answer["why"] or answer.get("in_part")
+    if watch is not None and has_changed and "verdict" in answer:
+        _watch(answer["change"], name, folder, as_json)
     if answer["why"] or answer["diff"]["refused"]:
         raise typer.Exit(1)
-    if watch is not None and "verdict" in answer:
-        _watch(answer["change"], name, folder, as_json)
 
 
 def _seconds(watch: str) -> float:
@@ -132,7 +134,8 @@ def _outcome(answer: dict[str, Any], name: str, folder: Path | None) -> dict[str
 def _print_outcome(name: str, answer: dict[str, Any]) -> None:
     if answer["why"]:
         if not answer["diff"]["refused"]:
-            typer.echo(f"refused: {one_line(answer['why'])}", err=True)
+            what = "changed in part" if answer.get("in_part") else "refused"
+            typer.echo(f"{what}: {one_line(answer['why'])}", err=True)
         return
     typer.echo(f"engine {name}: its chain has version {answer['version']}")
     for tier in answer["remains"]:

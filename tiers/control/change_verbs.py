@@ -111,7 +111,8 @@ class ChangeVerbs:
             answer |= {"diff": found.as_json(), "lines": found.lines()}
         if pending is not None:
             answer["over"] = pending.wait(0)
-            answer |= {"why": pending.why, "remains": list(pending.remains)}
+            answer |= {"why": pending.why, "in_part": pending.in_part}
+            answer["remains"] = list(pending.remains)
             for watch in list(self._watches):
                 if watch.pending is pending:
                     verdict = watch.verdict

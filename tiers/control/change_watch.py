@@ -29,6 +29,7 @@ ERRORS = 2.0
 """A difference counts beyond so many standard errors of it: 19 times in 20 it is no chance."""
 CHANGE_SECONDS = 300.0
 """No change takes longer."""
+RETRY_SECONDS = 1.0
 
 Outcome = Literal[
     "watching", "not applied", "better", "same", "worse", "too little", "another change"
@@ -48,7 +49,7 @@ SavedHistory = Callable[[float, float, int], list[Saved]]
 
 class Verdict(BaseModel, frozen=True, extra="forbid"):
     """What came of a change. `before`, `after`, `margin`: seconds saved for 1,000 tokens of a
-    prompt, and what the difference may be by chance."""
+    prompt, and what the difference may be by chance; None: it is not judged by them."""
 
     outcome: Outcome
     before: float | None = None
@@ -68,11 +69,13 @@ def describe(verdict: Verdict) -> str:
     }.get(verdict.outcome)
     if said is not None:
         return said
-    assert verdict.before is not None and verdict.after is not None and verdict.margin is not None
-    text = (
-        f"{verdict.outcome}: tiers save {verdict.after:.3g} s for 1,000 tokens of prompts, "
-        f"{verdict.before:.3g} s before it; by chance it may be {verdict.margin:.2g} s"
-    )
+    if verdict.before is None or verdict.after is None or verdict.margin is None:
+        text = f"{verdict.outcome}: it was made in part alone"
+    else:
+        text = (
+            f"{verdict.outcome}: tiers save {verdict.after:.3g} s for 1,000 tokens of prompts, "
+            f"{verdict.before:.3g} s before it; by chance it may be {verdict.margin:.2g} s"
+        )
     if verdict.went_back:
         text += "; the chain of before is in effect again"
     return text + (f"; going back failed: {verdict.why_not_back}" if verdict.why_not_back else "")
@@ -139,7 +142,7 @@ class ChangeWatch:
     def _watch(self, asked: float) -> Verdict | None:
         """The verdict, when the time is over; None: the engine ends before."""
         if not self.pending.wait(CHANGE_SECONDS) or self.pending.why:
-            return Verdict(outcome="not applied")
+            return Verdict(outcome="worse" if self.pending.in_part else "not applied")
         began, version = time.monotonic(), self.pending.version
         for _ in range(PARTS):
             if self._stop.wait(self._seconds / PARTS):
@@ -151,8 +154,13 @@ class ChangeWatch:
         return compare(before, self._history(warm, began + self._seconds, PARTS))
 
     def _go_back(self, verdict: Verdict) -> Verdict:
-        assert self.pending.before is not None, "it is in effect"
-        pending = self._changes.request(self.pending.before, self.pending.version)
+        before, until = self.pending.before, time.monotonic() + CHANGE_SECONDS
+        assert before is not None, "it is in effect"
+        # A tier that leaves can't come again before it has left.
+        while self._changes.review(before).refused and time.monotonic() < until:
+            if self._stop.wait(RETRY_SECONDS):
+                return verdict
+        pending = self._changes.request(before, self.pending.version)
         why = "" if pending.wait(CHANGE_SECONDS) else f"not done after {CHANGE_SECONDS:g} s"
         why = why or pending.why
         return verdict.model_copy(update={"went_back": not why, "why_not_back": why})

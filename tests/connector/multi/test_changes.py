@@ -201,12 +201,14 @@ def test_a_tier_that_is_slow_to_close_keeps_no_other_change_waiting(
 
 
 def test_a_tier_that_is_to_be_opened_anew_and_does_not_close_is_left_out(
-    tmp_path: Path, closes: threading.Event
+    tmp_path: Path, closes: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = both(tmp_path)
     with running(chain_of(a, b)) as engine:
         pending = change(engine, chain_of(a, {**b, "durability": "sync"}))
         assert "tier disk has not closed" in pending.why and pending.version == 2
+        assert pending.in_part
+        assert f"a change of the chain was made in part: {pending.why}" in caplog.text
         assert changes_of(engine).chain == chain_of(a)
         closes.set()
         until_left(engine)
@@ -358,6 +360,7 @@ def test_one_that_fails_on_a_rank_is_closed_on_all(
         pending = change(engine, chain_of(b, a))
         assert pending.version == 1 and "rank 1" in pending.why and TOO_SMALL in pending.why
         assert "goes on without it" not in pending.why, "the chain is as it was"
+        assert not pending.in_part
         assert f"a change of the chain was refused: {pending.why}" in caplog.text
         assert changes_of(engine).chain == chain_of(a)
         for worker in engine.workers:
@@ -431,6 +434,7 @@ def test_one_that_can_neither_be_opened_anew_nor_go_back_is_left_out(tmp_path: P
         pending = change(engine, chain_of(a, {**b, "durability": "sync"}))
         assert "the chain goes on without it" in pending.why and TOO_SMALL in pending.why
         assert changes_of(engine).chain == chain_of(a) and pending.version == 2
+        assert pending.in_part
         first._parts = whole
         for rank in range(2):  # the other may have begun to open it by now
             worker_changes(engine, rank)._closer.submit(int).result()

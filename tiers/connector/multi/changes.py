@@ -49,13 +49,14 @@ DRAIN_SECONDS = 60.0
 class PendingChange:
     """A change that was asked for; any thread may wait for its end.
 
-    `version`: of the chain afterwards. `why`: it was refused for this, and nothing has changed
-    unless that says so; empty: it is in effect. `remains`: tiers that left, and still have blocks
-    in flight. `is_begun`: whether a step has taken it. `before`: the chain that it is to replace.
+    `version`: of the chain afterwards. `why`: it was refused for this, and nothing has changed, or,
+    `in_part`, the chain goes on without some tiers; empty: it is in effect. `remains`: tiers that
+    left, and still have blocks in flight. `is_begun`: whether a step has taken it. `before`: the
+    chain that it is to replace.
     """
 
     def __init__(self) -> None:
-        self.version, self.why = 0, ""
+        self.version, self.why, self.in_part = 0, "", False
         self.remains: tuple[str, ...] = ()
         self.before: ChainSpec | None = None
         self.is_begun = False
@@ -369,9 +370,11 @@ class Changes:
     def _end(self, pending: PendingChange, why: str = "", remains: Sequence[str] = ()) -> None:
         if self.chain != self._before:
             self.version += 1
+            pending.in_part = bool(why)
         self._pending = None
         if why:
-            logger.warning("a change of the chain was refused: %s", why)
+            what = "made in part" if pending.in_part else "refused"
+            logger.warning("a change of the chain was %s: %s", what, why)
         else:
             line = "the chain was changed, and has version %d: %s"
             names = ", ".join(tier.tier_name for tier in self.chain.tiers)
