@@ -50,6 +50,13 @@ def gauge(name: str, how: str = "sum") -> str:
     return f"{how} by (tier) (vllm:kvtiers_{name}{{{TIERS}}})"
 
 
+def used_once() -> str:
+    """Bytes held, by tier: where engines of one address share a place, not once for each."""
+    used, of = f"vllm:kvtiers_used_bytes{{{TIERS}}}", "by (instance, model_name, tier)"
+    shared = f"max {of} ({used} and vllm:kvtiers_shared{{{TIERS}}} == 1)"
+    return f"sum by (tier) ({shared} or sum {of} ({used}))"
+
+
 PROMPTS = rate("prompt_tokens_total", "job", ENGINES)
 LOADED = rate("kvtiers_loaded_tokens_total")
 DROPS = {
@@ -130,11 +137,12 @@ PANELS = (
         "s",
         (
             (
-                f"({gauge('used_bytes')} > 0) / ({rate('kvtiers_stored_bytes_total')} > 0)",
+                f"({used_once()} > 0) / ({rate('kvtiers_stored_bytes_total')} > 0)",
                 "{{tier}}",
             ),
         ),
-        "In a full tier. Below the time until users come back it serves little.",
+        "In a full tier. Below the time until users come back it serves little. Of several servers "
+        "that share a folder choose all, and divide by their number.",
     ),
     Panel("Blocks evicted", "short", ((rate("kvtiers_evictions_total"), "{{tier}}"),), "A second."),
     Panel("Loaded", "Bps", ((rate("kvtiers_loaded_bytes_total"), "{{tier}}"),)),

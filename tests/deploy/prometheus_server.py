@@ -52,6 +52,20 @@ def alerts() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for rule in group["rules"] if "alert" in rule}
 
 
+def board_queries() -> dict[str, str]:
+    """What the dashboard asks, with its choices made, by panel and legend."""
+    board = json.loads((DEPLOY / "grafana" / "kvtiers.json").read_text())
+    chosen = {"$__rate_interval": "2m", "$model": ".*", "$instance": ".*", "$tier": ".*"}
+    found = {}
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            query = target["expr"]
+            for variable, value in chosen.items():
+                query = query.replace(variable, value)
+            found[f"{panel['title']}: {target['legendFormat']}"] = query
+    return found
+
+
 def hurried(rules: str) -> str:
     """The rules with `MINUTE_MS` for each minute."""
     minutes = {"m": 1, "h": 60, "d": 60 * 24}

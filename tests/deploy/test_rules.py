@@ -7,7 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from tests.deploy.prometheus_server import DEPLOY, RULES, alerts, hurried, promtool
+from tests.deploy.prometheus_server import (
+    DEPLOY,
+    RULES,
+    alerts,
+    board_queries,
+    hurried,
+    promtool,
+)
 from tests.deploy.test_watched import CAUSED
 from tiers.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, STATE
 
@@ -22,6 +29,18 @@ def test_promtool_takes_the_rules_and_the_configuration() -> None:
 
 def test_alerts_that_take_hours_fire_by_series() -> None:
     assert "SUCCESS" in promtool("test", "rules", SERIES)
+
+
+def test_the_dashboard_tells_of_a_shared_folder_what_the_rule_does(tmp_path: Path) -> None:
+    """Of the same series."""
+    told = yaml.safe_load(SERIES.read_text())["tests"]
+    (case,) = (one for one in told if one["name"].startswith("engines that share a folder"))
+    (rule,) = case["promql_expr_test"]
+    rule["expr"] = f"round({board_queries()['How long a block stays: {{tier}}']})"
+    rule["exp_samples"] = [{"labels": f'{{tier="{t}"}}', "value": 400} for t in ("ssd", "cpu")]
+    del case["alert_rule_test"]
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"tests": [case]}))
+    assert "SUCCESS" in promtool("test", "rules", tmp_path / "test.yaml")
 
 
 def test_each_alert_fires_in_a_test() -> None:

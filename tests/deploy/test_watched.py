@@ -4,7 +4,6 @@ the dashboard has data."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
 import threading
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.deploy.prometheus_server import DEPLOY, RULES, Prometheus, binary
+from tests.deploy.prometheus_server import RULES, Prometheus, binary, board_queries
 from tests.engine.vllm.checkpoints import write_model
 from tests.engine.vllm.tiny_vllm import LLAMA, documents
 from tests.engine.vllm.vllm_server import VllmServer
@@ -195,17 +194,9 @@ def test_nothing_fires_for_what_works(watched: Watched) -> None:
 
 def _queries() -> dict[str, str]:
     """What the dashboard and the rules ask, with its choices made."""
-    board = json.loads((DEPLOY / "grafana" / "kvtiers.json").read_text())
-    chosen = {"$__rate_interval": "2m", "$model": ".*", "$instance": ".*", "$tier": ".*"}
-    found = {}
-    for panel in board["panels"]:
-        for target in panel["targets"]:
-            query = target["expr"]
-            for variable, value in chosen.items():
-                query = query.replace(variable, value)
-            found[f"{panel['title']}: {target['legendFormat']}"] = query
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
-    return found | {rule["record"]: rule["record"] for rule in group["rules"] if "record" in rule}
+    recorded = {rule["record"]: rule["record"] for rule in group["rules"] if "record" in rule}
+    return board_queries() | recorded
 
 
 def test_each_query_has_data(watched: Watched) -> None:

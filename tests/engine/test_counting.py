@@ -316,6 +316,7 @@ def test_a_disk_tier_tells_how_full_it_is_and_what_it_evicts(
         assert time.monotonic() < late
         made.step()
     assert measured(made, "capacity_bytes", "disk") == 160 << 10
+    assert measured(made, "shared", "disk") == 1, "used_bytes are of all engines"
 
 
 def test_a_cpu_tier_tells_how_full_it_is(engine: MakeEngine) -> None:
@@ -327,3 +328,4 @@ def test_a_cpu_tier_tells_how_full_it_is(engine: MakeEngine) -> None:
     assert 0 < kept <= 4
     assert measured(made, "used_bytes", "cpu") == kept * SLOT
     assert measured(made, "capacity_bytes", "cpu") == 4 * SLOT
+    assert measured(made, "shared", "cpu") == 0

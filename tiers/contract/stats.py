@@ -85,6 +85,8 @@ GAUGES = {
     "capacity_bytes": "Bytes that the tier may hold; 0: no bound of ours, or it is not counted.",
     "used_bytes": "Bytes that its blocks take, in host memory or in its folder; 0 where a server "
     "or a directory of several hosts holds them.",
+    "shared": "1 where engines may share the tier's place, of which each shows all in used_bytes; "
+    "0: it is in host memory of its own.",
     "retained_blocks": "Blocks that hints pin.",
     "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
     "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",

@@ -237,6 +237,7 @@ class OffloadingScheduler(SchedulerConnector):
         gauges |= {
             "capacity_bytes": float(capacity),
             "used_bytes": float(used),
+            "shared": float(not manager.completes_on_gather),
             "retained_blocks": float(len(self._hints)),
         }
         # A log line of anything reports also how the tier does.
