@@ -99,6 +99,12 @@ def test_a_pods_folder_stays_its_users_alone() -> None:
     assert _pod()["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
+def test_a_pods_disk_may_be_a_local_volume() -> None:
+    """Their usual provisioner offers this mode; ReadWriteOncePod is for CSI drivers alone."""
+    (claim,) = _objects()["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
 def test_files_that_are_copied_or_mounted_exist() -> None:
     root = DEPLOY.parent
     copied = re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", CONTAINERFILE.read_text(), re.M)
