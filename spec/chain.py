@@ -68,8 +68,7 @@ class ControlSpec(BaseModel, frozen=True, extra="forbid"):
         default=None,
         examples=["/run/kvtiers"],
         description="Folder of the engines' sockets. Only the engine's user may come in. It is "
-        "made if it is not there. Unset: /run/user/UID/kvtiers where there is /run/user/UID, else "
-        "/run/kvtiers for root, and /tmp/kvtiers-UID for others.",
+        "made if it is not there. Unset: /run/kvtiers for root, else /tmp/kvtiers-UID.",
     )
     name: str = Field(
         default="engine",

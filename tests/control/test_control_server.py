@@ -114,12 +114,16 @@ def test_what_is_no_question_gets_a_reason(
         assert why in json.loads(client.makefile("rb").read())["error"]
 
 
-def test_the_runtime_folder_is_the_users(tmp_path: Path) -> None:
-    assert runtime_folder(0, tmp_path) == tmp_path / "run/kvtiers"
-    assert runtime_folder(12, tmp_path) == tmp_path / "tmp/kvtiers-12"
-    (tmp_path / f"run/user/{os.geteuid()}").mkdir(parents=True)
-    found = runtime_folder(os.geteuid(), tmp_path)
-    assert found == tmp_path / f"run/user/{os.geteuid()}/kvtiers"
+def test_the_runtime_folder_is_the_users_logged_in_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/run/user/UID ends with the last session: an engine that listened there would be gone, and
+    one that is a service would be looked for there."""
+    for user, folder in {0: "/run/kvtiers", 12: "/tmp/kvtiers-12"}.items():
+        for session in (Mock(st_uid=user), FileNotFoundError()):
+            with monkeypatch.context() as host:
+                host.setattr(os, "geteuid", Mock(return_value=user))
+                host.setattr(Path, "stat", Mock(side_effect=[session]))
+                found = runtime_folder()
+            assert found == Path(folder)
 
 
 def test_only_the_user_may_open_it(serve: Callable[..., ControlServer]) -> None:

@@ -65,16 +65,11 @@ class Question(BaseModel, frozen=True, extra="forbid", strict=True):
     parameters: Mapping[str, Any] = Field(default_factory=dict)
 
 
-def runtime_folder(user: int | None = None, root: Path = Path("/")) -> Path:
-    """Return where engines of a user (None: of this process) listen if the chain names no folder:
-    /run/user/UID/kvtiers, /run/kvtiers for root, else /tmp/kvtiers-UID. `root`: of the file system.
-    """
-    user = os.geteuid() if user is None else user
-    own = root / f"run/user/{user}"
-    with suppress(OSError):
-        if own.stat().st_uid == user:
-            return own / "kvtiers"
-    return root / "run/kvtiers" if user == 0 else root / f"tmp/kvtiers-{user}"
+def runtime_folder() -> Path:
+    """Return where engines of this process's user listen if the chain names no folder. Never below
+    /run/user/UID: it is there only while the user is logged in, and an engine may run longer."""
+    user = os.geteuid()
+    return Path(f"/tmp/kvtiers-{user}" if user else "/run/kvtiers")
 
 
 def prepare_folder(folder: Path) -> None:
