@@ -158,6 +158,7 @@ def test_the_upgrade_page_has_the_formats_of_this_version() -> None:
     formats = {
         "chain YAML": f"`version: {chain.FORMAT_VERSION}`",
         "records, on all tiers": str(block.FORMAT_VERSION),
+        "KV, of which an earlier one may be wrong": str(block.KV_REVISION),
         "packs of the object and shared tiers": str(pack.PACK_VERSION),
         "index of the disk tier": str(index.INDEX_FORMAT),
         "recordings": f"`{recorded.FORMAT}` {recorded.VERSION}",

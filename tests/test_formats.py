@@ -15,7 +15,7 @@ import xxhash
 
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
-from tiers.block import FORMAT_VERSION, namespace
+from tiers.block import FORMAT_VERSION, KV_REVISION, namespace
 from tiers.disk.index.index import INDEX_FORMAT
 from tiers.disk.spec import DiskSpec
 from tiers.remote.directory_bucket import DirectoryBucket
@@ -26,10 +26,10 @@ from tiers.store import Block, TierStore
 from tiers.wrappers.encryption import BlockCipher, encrypted_bytes, key_mark
 
 PAYLOAD = 4096
-SPACE = namespace({"model": "m", "weights": "w"}, rank=1, world_size=2)
+SPACE = bytes.fromhex("0ae20f786aa45b3d5dd9b9e100f9adb3")
 KEYS = [SPACE + bytes(range(number, number + 32)) for number in range(3)]
 FORMS = {
-    ("namespace", 1): "cd2a314c09163d44cf396020804ebff8",
+    ("namespace", 1, 2): "04cb741db34f0dd3b2691270c5d227a6",
     ("redis", 1): "eeb7d2e785312b4e87bef83ae14a06bb",
     ("disk's index", 3, 1): "30ae1ea5c68b8d33593fc3d0966ccee0",
     ("disk's slab", 1): "a36fc5bc2b3d1585fd2d4f1dcca1a353",
@@ -54,7 +54,8 @@ def form(*parts: bytes | bytearray) -> str:
 
 
 def test_a_namespace() -> None:
-    assert form(SPACE) == FORMS["namespace", FORMAT_VERSION]
+    made = namespace({"model": "m", "weights": "w"}, rank=1, world_size=2)
+    assert form(made) == FORMS["namespace", FORMAT_VERSION, KV_REVISION]
 
 
 def test_what_redis_holds(shared_server: RedisServer) -> None:

@@ -21,6 +21,9 @@ from tiers.errors import OtherFormat, RecordError
 
 FORMAT_VERSION = 1
 """Part of each namespace, so that engines of two formats do not meet each other's records."""
+KV_REVISION = 2
+"""Part of each namespace, too: raised when KV that was stored before may be wrong, by a mistake of
+ours that was mended since. Nothing else tells such blocks from right ones."""
 NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 128
 """Longest key, its namespace included."""
@@ -116,10 +119,8 @@ class Header(NamedTuple):
 def namespace(facts: Mapping[str, str], rank: int, world_size: int) -> bytes:
     """Digest all that makes KV interchangeable into 16 bytes: `facts` name the model, its weights,
     dtype, KV layout and so on."""
-    text = json.dumps(
-        {"format": FORMAT_VERSION, "rank": rank, "world": world_size, "facts": dict(facts)},
-        sort_keys=True,
-    )
+    all_facts = {"format": FORMAT_VERSION, "revision": KV_REVISION, "facts": dict(facts)}
+    text = json.dumps({**all_facts, "rank": rank, "world": world_size}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).digest()
 
 

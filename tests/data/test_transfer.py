@@ -237,9 +237,9 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
 ) -> None:
     archive, key = tmp_path / "warm.kvt", make_key()
 
-    def encrypted(name: str, digit: str) -> Path:
-        keys = tmp_path / f"key{digit}"
-        keys.write_text(digit * 64)
+    def encrypted(name: str, digits: str) -> Path:
+        keys = tmp_path / f"key{digits}"
+        keys.write_text("\n".join(digit * 64 for digit in digits))
         keys.chmod(0o600)
         chain = chain_of(tmp_path / name)
         text = chain.read_text().replace("}]", f", encryption: {{key_file: {keys}}}}}]")
@@ -262,10 +262,13 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
     assert begun.read_bytes() == archive.read_bytes()[:-5]
     for other, says in (
         (chain_of(tmp_path / "plain"), "tier 'disk' has no encryption"),
-        (encrypted("other", "2"), "encrypted with none of the keys"),
+        (encrypted("other", "2"), "encrypted with keys that are not in"),
     ):
         ran = kvtiers("import", other, archive)
         assert ran.status == 2 and says in ran.err
+    assert kvtiers("export", encrypted("kv", "13"), tmp_path / "both.kvt").status == 0
+    ran = kvtiers("import", encrypted("third", "1"), tmp_path / "both.kvt")
+    assert ran.status == 2, "some of its blocks may be encrypted with the other key"
     with disk.opened(tmp_path / "bare") as bare:
         disk.put(bare, disk.keys(1))
     assert kvtiers("export", chain_of(tmp_path / "bare"), tmp_path / "bare.kvt").status == 0

@@ -248,10 +248,10 @@ def _require_keys(archive: Path, marks: Sequence[str], spec: StoreSpec) -> None:
     if bool(marks) != bool(ours):
         what, has = ("encrypted", "has no") if marks else ("not encrypted", "has")
         raise refused(f"{archive}: its blocks are {what}, and tier {name!r} {has} encryption")
-    if marks and not set(marks) & set(ours):
+    if not set(marks) <= set(ours):
         raise refused(
-            f"{archive}: its blocks are encrypted with none of the keys in "
-            f"{spec.encryption and spec.encryption.key_file}; add their key to that file"
+            f"{archive}: its blocks are encrypted with keys that are not in "
+            f"{spec.encryption and spec.encryption.key_file}; add them to that file"
         )
 
 
