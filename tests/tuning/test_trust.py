@@ -41,7 +41,6 @@ TIERS: dict[str, Any] = {
     "threshold": {"store_threshold": 2},
     "rate": {"store_rate": "200kB/s"},
     "inflight": {"max_inflight": 160_000},
-    "budget": {"write_budget": "4096B/s"},
 }
 
 
@@ -184,3 +183,15 @@ def test_one_slow_link_costs_the_default_no_more_than_noise(serve: Any, bandwidt
         return report.ttft_mean
 
     assert mean(cpu(80), disk(600)) < 1.02 * mean(cpu(80))
+
+
+def test_the_simulation_agrees_on_a_write_budget_once_its_first_hour_s_worth_is_spent() -> None:
+    """The last two of four hours. Some kB a second are too little for blocks as large as these."""
+    large, requests = 16, chats(6, every=120_000.0)
+    small = machine(kv_bytes_per_token=KV_BYTES * large, engine_cache=60 * BLOCK_BYTES * large)
+    spared = disk(600 * large, write_budget="4096B/s")
+    tiers = chain(cpu(160 * large), spared, staging=40 * BLOCK_BYTES * large)
+    real = replay(requests, SIZE, tiers, small, warm=0.5)
+    simulated = simulate(requests, SIZE, tiers, small, warm=0.5)
+    assert real.hit_tokens["disk"] > 0 and real.tiers[1].dropped_share > 0.5
+    assert_agree(real, simulated)

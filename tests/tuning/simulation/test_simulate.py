@@ -207,3 +207,12 @@ def test_a_load_that_can_not_end_in_time_is_dropped_only_where_it_waits_for_othe
     assert load(5.0, 6.0) == (6.0, 0)
     at_once = [load(10.0, 13.0) for _ in range(LOADS_AT_ONCE + 1)]
     assert at_once == [(12.0, 1)] * LOADS_AT_ONCE + [(12.0, 0)]
+
+
+def test_a_write_budget_has_saved_nothing_at_the_start() -> None:
+    """An hour's worth was there at once, which stored a recording whole; a device's life was that
+    by the budget."""
+    trace = [TraceRequest(second * 1e3, SIZE + 1, 1, [second]) for second in range(100)]
+    disk = SimTier("a", "a", False, 1000 * SIZE, write_budget=SIZE / 4)
+    (use,) = simulate(trace, SIZE, SimChain((disk,)), machine()).tiers
+    assert 24 <= use.stored_bytes / SIZE <= 25

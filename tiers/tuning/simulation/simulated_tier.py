@@ -73,7 +73,9 @@ class SimulatedTier:
         self.delay = 0.0
         self._cut: set[int] = set()
         """Numbers of the prompts that the budget did not admit whole."""
-        self._budget_left = (self._budget or 0.0) * BUDGET_BURST
+        self._budget_left = 0.0
+        """Blocks. An engine begins with an hour's worth, which is spent once, and would hide in a
+        recording of a few hours what the budget keeps out."""
         self._budget_since = 0.0
 
     def counted(self) -> TierCounts:
