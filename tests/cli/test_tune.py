@@ -73,6 +73,24 @@ def test_what_is_found_is_written_whole(kvtiers: Kvtiers, given: Path) -> None:
     assert files(given) == ["all.json", "budget.yaml", "chain.yaml", "trace.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ("objective: saved_seconds\n", "Against no tiers (TTFT mean"),
+        ("objective: cost\nconstraints: {mean_ttft: 1h}\n", "is left out: the best chain with it"),
+    ],
+)
+def test_an_objective_may_be_0_of_some_chains(
+    kvtiers: Kvtiers, given: Path, objective: str, said: str
+) -> None:
+    """No tiers save nothing, and cost nothing. After the search there was a traceback."""
+    (given / "budget.yaml").write_text(objective + BUDGET)
+    ran = kvtiers(*arguments(given, json="all.json"))
+    assert ran.status == 0 and said in ran.out and "+∞%" in ran.out
+    found = json.loads((given / "all.json").read_text(), parse_constant=pytest.fail)
+    assert found["objective"] in objective
+
+
 def test_minutes_are_minutes(
     kvtiers: Kvtiers, given: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from spec.load import load_chain
 from tests.tuning.known_traffic import BLOCK, loop, mixed, requests
 from tests.tuning.search.test_search import Media, budget, tuned
 from tiers.tuning.report import Report, Stretch, TierUse
+from tiers.tuning.search.advice import Advice
 from tiers.tuning.search.budget import Budget, Constraints, Objective
 from tiers.tuning.search.chain_text import change, name
 from tiers.tuning.search.search import Gap, Score, excesses, gap, score
@@ -64,10 +65,19 @@ def test_a_difference_tells_if_it_is_more_than_it_varies_by() -> None:
         (Gap(-0.04, 0.01), "saved_seconds", "+4.0% ± 1.0%"),
         (Gap(0.0, 0.005), "mean_ttft", "the same"),
         (Gap(0.034, math.inf), "cost", "+3.4% ±?"),
+        (Gap(math.inf, 0.005), "cost", "+∞%"),
+        (Gap(-math.inf, math.inf), "saved_seconds", "+∞%"),
     ],
 )
 def test_a_change_is_told_with_its_margin(found: Gap, objective: Objective, said: str) -> None:
     assert change(found, objective) == said
+
+
+def test_json_has_no_infinity() -> None:
+    endless = Advice("stay", "", Gap(-math.inf, math.inf), worst=math.inf, least=-math.inf)
+    told = endless.as_json()
+    assert (told["change"], told["margin"]) == (None, None)
+    assert told["change_if_rates_are_off"] == [None, None]
 
 
 SIZES = st.none() | st.sampled_from([10**9, 2 * 10**9, 2 * 10**9 + 1])
@@ -151,6 +161,9 @@ def test_scores() -> None:
     assert less.worse_than(more) == pytest.approx(0.2)
     assert more.worse_than(less) == pytest.approx(-0.25)
     assert Score(0, 0.0).worse_than(more) == 1
+    nothing = Score(0, -0.0)
+    assert more.worse_than(nothing) == -math.inf and Score(0, 5.0).worse_than(nothing) == math.inf
+    assert Score(0, 0.0).worse_than(nothing) == 0
     paid = GIVEN.model_copy(update={"objective": "cost", "gpu_price_per_month": 1000.0})
     assert score(report(), paid).value == 50 + 0.5 * 1000
 

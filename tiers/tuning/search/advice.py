@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import life_and_price, named, waits
-from tiers.tuning.search.chain_text import change, name, percent
+from tiers.tuning.search.chain_text import change, finite, name, percent
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.search import Evaluated, Gap, Split, beats, gap
 from tiers.tuning.search.tune import ENOUGH, Tuned
@@ -42,9 +42,9 @@ class Advice:
         return {
             "verdict": self.verdict,
             "why": self.why,
-            "change": share,
-            "margin": margin if margin is None or math.isfinite(margin) else None,
-            "change_if_rates_are_off": [self.least, self.worst],
+            "change": finite(share),
+            "margin": finite(margin),
+            "change_if_rates_are_off": [finite(self.least), finite(self.worst)],
             "more_seconds": self.more and self.more[0],
             "more_requests": self.more and self.more[1],
         }

@@ -46,9 +46,12 @@ class Score:
     value: float
 
     def worse_than(self, other: Score) -> float:
-        """By which share of the other's this value is worse: 0.02 is two percent."""
+        """By which share of the other's this value is worse: 0.02 is two percent; infinite where
+        the other's is 0."""
         difference = self.value - other.value
-        return difference / abs(other.value) if difference else 0.0
+        if not other.value:
+            return math.copysign(math.inf, difference) if difference else 0.0
+        return difference / abs(other.value)
 
 
 def score(report: Report, budget: Budget) -> Score:

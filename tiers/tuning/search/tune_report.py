@@ -14,6 +14,7 @@ from tiers.tuning.search.chain_text import (
     chain_yaml,
     change,
     expected,
+    finite,
     name,
     percent,
     size,
@@ -306,8 +307,8 @@ def _tried(one: Evaluated, tuned: Tuned) -> dict[str, Any]:
         "excess": one.score.excess,
         "ttft_mean": one.report.ttft_mean,
         "cost": _price_of(one, tuned.budget),
-        "worse_by": found.share,
-        "margin": None if found.margin == float("inf") else found.margin,
+        "worse_by": finite(found.share),
+        "margin": finite(found.margin),
     }
 
 
