@@ -193,12 +193,24 @@ def settled(trials: Trials, grows: bool) -> Evaluated:
     """The chain to choose, once all that are one step from it were tried too, so that the worth of
     each of its choices is known, and none is better by more than chance."""
     while True:
+        known = len(trials)
         chosen = choose(trials, grows)
         if grows:
             chosen = with_room_to_grow(chosen, trials)
-        steps = trials.run(step.chain for step in trials.space.steps(chosen.chain))
-        if not any(beats(one.report, chosen.report, trials.space.budget) for one in steps):
+        better = _better(chosen, trials)
+        while better is not None and len(trials) == known:
+            # `choose` would take the same again, for equal to a best that may be it by chance.
+            chosen, better = better, _better(better, trials)
+        if better is None:
             return chosen
+
+
+def _better(chosen: Evaluated, trials: Trials) -> Evaluated | None:
+    """The best one of those a step from a chain that are better by more than chance."""
+    budget = trials.space.budget
+    steps = trials.run(step.chain for step in trials.space.steps(chosen.chain))
+    found = [one for one in steps if beats(one.report, chosen.report, budget)]
+    return min(found, key=lambda one: one.score, default=None)
 
 
 def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluated:
