@@ -339,7 +339,7 @@ tiers:
     for limit, of_cpu in (("100KiB", 100 << 10), ("1GiB", 300 + (1 << 19))):
         budget.write_text(f"media: [{{type: cpu, limit: {limit}}}]\n")
         given = _budget(budget, known, asked(*tiers, spare=1 << 20))
-        assert [medium.limit for medium in given.media] == [of_cpu]
+        assert [medium.limit for medium in given.media] == [of_cpu, *limits[1:]]
     assert known["media"][2]["settings"] == {"url": "redis://127.0.0.1", "key_prefix": "ours"}
     assert known["machine"] == {
         "tiers": {
@@ -434,6 +434,23 @@ def test_what_no_search_can_take_is_refused(
     for words in ([], [recording, "--from", "engine"]):
         ran = kvtiers("recommend", *words)
         assert ran.status == 1 and f"no engine listens in {tmp_path / 'none'}" in ran.err
+
+
+def test_a_budget_need_not_name_the_chain_s_own_media(kvtiers: Kvtiers, tmp_path: Path) -> None:
+    """A search near a chain whose server was not among them ended in a traceback."""
+    file, budget = tmp_path / "chain.yaml", tmp_path / "budget.yaml"
+    redis = "{type: redis, maxmemory: 8MiB, url: 'redis://127.0.0.1'}"
+    file.write_text(f"version: 1\ntiers: [{{type: cpu, capacity: 400KiB}}, {redis}]\n")
+    machine = f"{RATES}  kv_bytes_per_token: 1024\n  engine_cache: 128KiB\n"
+    budget.write_text(f"media: [{{type: cpu, limit: 4MiB}}]\n{machine}")
+    few = ("--chains", 20, "--processes", 1)
+    asks = ("recommend", trace(tmp_path, loop(20, 10, 420)), "--chain", file, "--budget", budget)
+    ran = kvtiers(*asks, *few)
+    assert (ran.status, ran.out) == (2, "") and "add redis: {load_bandwidth" in ran.err
+    link = "redis: {load_bandwidth: 9MB/s, store_bandwidth: 9MB/s}"
+    budget.write_text(budget.read_text().replace("3}}", f"3}}, {link}}}"))
+    ran = kvtiers(*asks, *few)
+    assert (ran.status, ran.err) == (0, "") and "redis loads" in ran.out
 
 
 def test_no_tier_is_advised_where_none_pays(

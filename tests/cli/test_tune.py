@@ -169,6 +169,34 @@ def test_what_no_search_chooses_of_the_present_chain_is_named(
     assert "no search chooses" not in ran.out + (given / "chain.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        "{type: cpu, capacity: 64GB}",
+        "{type: disk, capacity: 64GB, path: /a}, {type: disk, name: b, capacity: 64GB, path: /b}",
+        "{type: redis, maxmemory: 64GB, url: 'redis://127.0.0.1'}",
+    ],
+)
+def test_a_present_chain_beyond_the_budget_is_judged_and_not_chosen(
+    kvtiers: Kvtiers, given: Path, tiers: str
+) -> None:
+    """It serves more than what the budget allows. It was written as the chosen chain, two disks
+    with one path; or there was a traceback for a tier that is not among the media."""
+    (given / "budget.yaml").write_text(
+        BUDGET.replace("8GB}", "6GB}\n  - {type: disk, limit: 6GB, settings: {path: /new}}")
+        + "    disk: {load_bandwidth: 20GB/s, store_bandwidth: 20GB/s}\n"
+        + "    redis: {load_bandwidth: 20GB/s, store_bandwidth: 20GB/s}\n"
+    )
+    (given / "present.yaml").write_text(f"version: 1\ntiers: [{tiers}]\n")
+    ran = kvtiers(*arguments(given, chain="present.yaml", out="chain.yaml", json="all.json"))
+    assert ran.status == 0 and "\npresent " in ran.out
+    found = json.loads((given / "all.json").read_text())
+    assert found["present"]["objective"] < found["chosen"]["objective"]
+    sizes = {tier.type: tier.capacity_bytes for tier in load_chain(given / "chain.yaml").tiers}
+    assert sizes.keys() <= {"cpu", "disk"} and max(sizes.values()) <= 6 * 10**9
+    assert kvtiers("validate", given / "chain.yaml").status == 0
+
+
 def test_a_bad_present_chain(kvtiers: Kvtiers, given: Path) -> None:
     (given / "present.yaml").write_text("version: 1\ntiers: [{type: disk, capacity: 1GB}]\n")
     ran = kvtiers(*arguments(given, chain="present.yaml"))

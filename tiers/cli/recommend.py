@@ -254,16 +254,19 @@ def _profiles(running: RunningChain, status: EngineStatus) -> Iterator[tuple[str
 
 
 def _budget(file: Path | None, known: Mapping[str, Any], asked: Asked | None) -> Budget:
-    """The budget, with limits within what this host has."""
-    from tiers.tuning.search.budget import Budget, load_budget
+    """The budget, with limits within what this host has, and the chain's own media: what is near it
+    has them, too."""
+    from tiers.tuning.search.budget import Budget, BudgetMedium, load_budget
 
     if file is not None:
         given = load_budget(file, known)
+        types = {medium.type for medium in given.media}
+        own = (medium for medium in known["media"] if medium["type"] not in types)
         media = [
             medium.model_copy(update={"limit": min(medium.limit, most)})
             if (most := _most(medium.tier(), asked)) is not None
             else medium
-            for medium in given.media
+            for medium in (*given.media, *map(BudgetMedium.model_validate, own))
         ]
         return given.model_copy(update={"media": tuple(media)})
     if asked is None:

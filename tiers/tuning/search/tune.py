@@ -115,9 +115,9 @@ def tune(
     now = None if present is None else present_chain(present, budget)
     sizes = worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes))
     space = Space(budget, sizes, now if options.near_present else None)
-    compared = {"fastest first": space.fastest_first(), "none": SimChain(())}
-    if now is not None:
-        compared = {"present": now, **compared}
+    tried = {"fastest first": space.fastest_first(), "none": SimChain(())}
+    # What `space` does not start from may be beyond the budget: it is judged, and never chosen.
+    compared = tried if now is None else {"present": now, **tried}
     workload = Workload.of(requests, block_tokens)
     is_cut_off = False
     ends = math.inf if options.seconds is None else time.monotonic() + options.seconds
@@ -128,7 +128,7 @@ def tune(
         trials = Trials(space, simulations, split, advance)
         try:
             search(trials, options.limit, lambda: time.monotonic() > ends)
-            trials.run(compared.values())
+            trials.run(tried.values())
             chosen = settled(trials, grows is not None and space.present is None)
             chains = {"chosen": chosen.chain, **compared}
             judged = _judged(chains, simulations, options, block_tokens, budget)
@@ -137,8 +137,8 @@ def tune(
                 raise
             is_cut_off = True
             chosen = choose(trials, may_try=False)
-            tried = {one.chain: one for one in trials.tried}
-            known = {label: tried[one] for label, one in compared.items() if one in tried}
+            by_chain = {one.chain: one for one in trials.tried}
+            known = {label: by_chain[one] for label, one in compared.items() if one in by_chain}
             judged = {"chosen": chosen, **known}
     return Tuned(
         budget,
