@@ -31,6 +31,19 @@ def test_a_tier_that_is_worn_or_busy_is_warned_of(change: dict[str, Any], told: 
     assert all(warning.startswith(told) for warning in warnings)
 
 
+@pytest.mark.parametrize(
+    ("pause", "requests", "is_told"),
+    [(0.99, 400, True), (0.11, 400, True), (0.09, 400, False), (0.3, 50, False), (0.5, 50, True)],
+)
+def test_a_pause_is_warned_of_unless_chance_made_it(
+    pause: float, requests: int, is_told: bool
+) -> None:
+    warnings = replace(REPORT, pause=pause, requests=requests).warnings
+    assert [text.startswith(f"no request came for {pause:.0%} of") for text in warnings] == (
+        [True] * is_told
+    )
+
+
 def test_busy_gpus_are_warned_of() -> None:
     (warning,) = replace(REPORT, gpu_load=0.7).warnings
     assert warning.startswith("the GPUs are busy for 70% of the time")

@@ -14,6 +14,10 @@ moves the median by 5 to 12% below it, and by some hundred percent near 1."""
 TRUSTED_ROOM_WAIT = 0.25
 """The same of the time in which the next prompt waits for room in the engine's memory: beyond it a
 rate that is 5% wrong moves the median by up to 20%, however idle GPUs and links are."""
+LONG_PAUSE = 0.1
+"""Share of the time without a request at a stretch beyond which the rest is busier than said."""
+BY_CHANCE = 20
+"""Of fewer requests than these for each such stretch, chance makes one now and then."""
 SHORT_LIFE = 1.0
 """Years below which a device's life is warned of."""
 DAY = 86400.0
@@ -141,6 +145,8 @@ class Report:
     """Equal parts of the counted prompts, in the order in which they ended: how much they vary."""
     room_wait: float = 0.0
     """Share of the time in which the next prompt waited for room in the engine's own memory."""
+    pause: float = 0.0
+    """Share of the time in the longest stretch of it in which no request came."""
     too_long: int = 0
     """Counted prompts that the engine's own cache can't hold, so that no engine serves them."""
 
@@ -177,6 +183,12 @@ class Report:
             found.append(
                 f"{self.too_long:,} prompts are longer than the engine's cache, and no engine "
                 "serves such: give the machine more engine_cache"
+            )
+        if self.pause > max(LONG_PAUSE, BY_CHANCE / max(1, self.requests)):
+            found.append(
+                f"no request came for {self.pause:.0%} of the time at a stretch: what is busy, and "
+                "what is written a day, are means over it. Unless the engine was idle then, name "
+                "only files from before or after it"
             )
         found += [
             f"{tier.name} is written to death in {tier.life_years * 365.25:.0f} days: give "

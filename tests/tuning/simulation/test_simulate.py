@@ -131,6 +131,17 @@ def test_stretches_show_how_waiting_times_vary() -> None:
     assert [tuple(part) for part in one.stretches] == short * 7 + long * 9
 
 
+def test_a_pause_in_what_is_counted_is_told() -> None:
+    """Of a week, in which nothing was recorded, as if the engine had been idle."""
+    moments = [1e4 * n for n in range(10)] + [7e5 + n for n in range(90)]
+    trace = [TraceRequest(moment * 1e3, 10, 1, []) for moment in moments]
+    told = [simulate(trace, SIZE, always(()), machine(), warm=part) for part in (0.0, 0.1)]
+    assert told[0].pause == pytest.approx(6.1e5 / 700_089) and told[1].pause == pytest.approx(
+        1 / 89
+    )
+    assert ["no request came for 87%" in "".join(one.warnings) for one in told] == [True, False]
+
+
 @pytest.mark.parametrize("rate", [FAST, 200.0], ids=["at once", "in a queue"])
 def test_stretches_tell_whose_tokens_they_were(rate: float) -> None:
     """What the second half asks for was stored in the first; the engine's own cache has none. In a

@@ -57,7 +57,9 @@ def replay(
             for number, request in enumerate(trace)
         )
         marks = engine.serve(traced, warmed, progress)
-        return report_on(engine.served, marks, SimChain.of(chain).tiers, machine, block_tokens)
+        came = [request.timestamp / 1000 for request in trace[warmed:]]
+        tiers = SimChain.of(chain).tiers
+        return report_on(engine.served, marks, came, tiers, machine, block_tokens)
 
 
 @contextmanager

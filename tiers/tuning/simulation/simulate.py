@@ -40,9 +40,10 @@ def simulate(
     if isinstance(chain, ChainSpec):
         chain = SimChain.of(chain)
     tiers = _tiers(chain, machine, requests)
-    engine = SimEngine(requests, tiers, chain, machine, int(len(requests) * warm))
-    marks = engine.run()
-    return report_on(engine.served, marks, chain.tiers, machine, requests.block_tokens)
+    warmed = int(len(requests) * warm)
+    engine = SimEngine(requests, tiers, chain, machine, warmed)
+    marks, came = engine.run(), requests.times[warmed:]
+    return report_on(engine.served, marks, came, chain.tiers, machine, requests.block_tokens)
 
 
 def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[SimulatedTier]:
@@ -85,11 +86,13 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
 def report_on(
     served: Sequence[Served],
     marks: tuple[Mark, Mark],
+    came: Sequence[float],
     tiers: Sequence[SimTier],
     machine: Machine,
     block_tokens: int,
 ) -> Report:
-    """Of what came between two marks. `served`: in the order in which prompts ended."""
+    """Of what came between two marks. `served`: in the order in which prompts ended. `came`: when
+    each request did, in seconds."""
     start, end = marks
     seconds = max(end.now - start.now, 1e-9)
     counts = zip(tiers, start.tiers, end.tiers, strict=True)
@@ -117,6 +120,7 @@ def report_on(
         prefill_seconds_saved=loaded / machine.prefill_rate,
         stretches=_stretches(served),
         room_wait=(end.room_wait - start.room_wait) / seconds,
+        pause=max((later - one for one, later in pairwise(came)), default=0.0) / seconds,
         too_long=sum(-(-prompt.tokens // block_tokens) > room for prompt in served),
     )
 
