@@ -105,6 +105,16 @@ def test_what_was_skipped_is_said(kvtiers: Kvtiers, trace: Path) -> None:
     assert ran.err.startswith(f"{trace}:102: it is no JSON object")
 
 
+def test_engines_that_recorded_at_the_same_time_are_said(kvtiers: Kvtiers, trace: Path) -> None:
+    """Four of them had one's cache to share: the curve was of none."""
+    header = encode_header(FileHeader(16, 0.0, "other", 65536))
+    other = trace.with_name("b.jsonl")
+    other.write_bytes(header + trace.read_bytes().split(b"\n", 1)[1])
+    ran = kvtiers("curve", trace.parent)
+    assert ran.status == 0
+    assert ran.err.startswith("2 engines recorded this at the same time, and would count as one:")
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

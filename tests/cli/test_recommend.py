@@ -267,6 +267,14 @@ def test_bad_input_is_named(
     assert "found kv_bytes_per_token of 7, and the engine has 1,024" in says(other)
     other.write_bytes(encode_header(FileHeader(4, 0.0)))
     assert "other.jsonl: found no request" in says(other)
+    both = served.folder / "both"
+    both.mkdir()
+    for writer in ("one", "two"):
+        text = trace(both, loop(20, 10, 420)).read_bytes()
+        header = encode_header(FileHeader(4, 0.0, writer, 1024))
+        (both / f"{writer}.jsonl").write_bytes(header + text.split(b"\n", 1)[1])
+    (both / "trace.jsonl").unlink()
+    assert says(both).startswith("2 engines recorded this at the same time")
     monkeypatch.setattr("tiers.control.engine_control.version", lambda name: "0.0.1")
     assert "runs kvtiers 0.0.1, and this is" in says()
     ran = kvtiers("recommend", other, "--chain", served.file)

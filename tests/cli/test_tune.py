@@ -148,6 +148,20 @@ def test_a_bad_trace(kvtiers: Kvtiers, given: Path, text: str | None, why: str) 
     assert not (given / "chain.yaml").exists()
 
 
+def test_a_trace_of_two_engines_is_refused(kvtiers: Kvtiers, given: Path) -> None:
+    """Such users as of two engines' would share one engine's cache and its tiers."""
+    (given / "trace.jsonl").unlink()
+    (given / "trace.jsonl").mkdir()
+    for writer in ("one", "other"):
+        requests = (TraceRequest(1e3 * at, 600, 1, [2 * at, 2 * at + 1]) for at in range(60))
+        lines = [encode_header(FileHeader(256, 0.0, writer)), *map(encode_request, requests)]
+        (given / "trace.jsonl" / f"{writer}.jsonl").write_bytes(b"".join(lines))
+    ran = kvtiers(*arguments(given))
+    assert (ran.status, ran.out) == (2, "") and ran.err.startswith("2 engines recorded this at the")
+    (given / "trace.jsonl" / "other.jsonl").unlink()
+    assert kvtiers(*arguments(given)).status == 0
+
+
 def test_what_no_search_chooses_of_the_present_chain_is_named(
     kvtiers: Kvtiers, given: Path
 ) -> None:

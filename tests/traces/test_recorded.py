@@ -137,6 +137,28 @@ def test_writers_are_merged_by_time(tmp_path: Path) -> None:
     assert [r.blocks for r in open_trace(tmp_path)] == [[t] for t in range(10)]
 
 
+@pytest.mark.parametrize(
+    ("spans", "engines"),
+    [
+        ([(0, 90), (100, 190)], 1),
+        ([(0, 100), (95, 190)], 1),
+        ([(0, 100), (70, 190)], 2),
+        ([(0, 100), (0, 100), (5, 90), (91, 100)], 3),
+        ([(0, 100), (50, 50), ()], 1),
+    ],
+)
+def test_how_many_engines_recorded_at_the_same_time_is_known(
+    tmp_path: Path, spans: list[tuple[int, ...]], engines: int
+) -> None:
+    """But for some time in which one takes over from another."""
+    for writer, span in enumerate(spans):
+        requests = [TraceRequest(float(at), 16, 1, [writer]) for at in span]
+        header = HEADER._replace(writer=str(writer))
+        (tmp_path / f"{writer}.jsonl").write_bytes(written(*requests, header=header))
+    trace = open_trace(tmp_path)
+    assert len(list(trace)) == sum(map(len, spans)) and trace.summary.engines == engines
+
+
 def test_files_of_two_traces_are_refused(tmp_path: Path) -> None:
     for tokens in (16, 32):
         header = HEADER._replace(block_tokens=tokens)

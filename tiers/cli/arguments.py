@@ -246,12 +246,21 @@ def with_bar(trace: Trace) -> Iterator[TraceRequest]:
             yield request
 
 
-def say_skipped(summary: TraceSummary) -> None:
-    """Print the lines that the reader left out or mended, with examples."""
+def say_skipped(summary: TraceSummary, is_searched: bool = False) -> None:
+    """Print the lines that the reader left out or mended, with examples, and how many engines count
+    as one. `is_searched`: those are refused."""
     for what, count in summary.skipped.items():
         typer.echo(f"{count} {what}", err=True)
     for note in summary.notes:
         typer.echo(f"  {note}", err=True)
+    if summary.engines > 1:
+        text = (
+            f"{summary.engines} engines recorded this at the same time, and would count as one: "
+            "copy the files of one (kvtiers-trace-*-HOST-PID.*) to a folder, and name that"
+        )
+        if is_searched:
+            raise refused(text)
+        typer.echo(text, err=True)
 
 
 def say_other_model(trace: Trace, machine: Machine) -> None:

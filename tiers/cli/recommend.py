@@ -207,7 +207,7 @@ def _read(trace: Trace, asked: Asked | None) -> list[TraceRequest]:
                 "a recording of this model in this layout"
             )
     requests = list(trace)
-    say_skipped(trace.summary)
+    say_skipped(trace.summary, is_searched=True)
     if not requests:
         raise refused(f"{trace.paths[0]}: found no request; record some hundred")
     return requests

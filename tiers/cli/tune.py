@@ -144,7 +144,7 @@ def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
     from tiers.errors import TraceError
 
     requests = list(trace)
-    say_skipped(trace.summary)
+    say_skipped(trace.summary, is_searched=True)
     if len(requests) < FEW:
         raise TraceError(
             f"{trace.paths[0]}: found {len(requests)} requests; a search needs {FEW} at "

@@ -11,7 +11,7 @@ so that no later line of this writer has an earlier timestamp; without it lines 
 `writer`, `kv_bytes_per_token` and a request's `salt` (a keyed digest), `answer_hash_ids` and
 `open_since` may be absent. A file may be compressed with zstd (`.zst`), in any number of frames.
 A folder is read as the files that rotation left: those of one writer in the order of their start,
-several writers merged by time.
+several writers merged by time, and those that wrote at the same time are counted.
 """
 
 from __future__ import annotations
@@ -98,13 +98,40 @@ def open_recorded(paths: Sequence[Path]) -> Trace:
     def read(summary: TraceSummary) -> Iterator[TraceRequest]:
         for path in set(paths) - headers.keys():
             summary.skip("files without a whole first line", str(path))
+        spans: list[tuple[float, float]] = []
         streams = [
-            _read_files(of_one, first.block_tokens, summary) for of_one in by_writer.values()
+            _spanned(_read_files(of_one, first.block_tokens, summary), spans)
+            for of_one in by_writer.values()
         ]
-        return heapq.merge(*streams, key=attrgetter("timestamp"))
+        yield from heapq.merge(*streams, key=attrgetter("timestamp"))
+        summary.engines = _at_a_time(spans)
 
     described = TraceHeader(first.block_tokens, "kvtiers", first.kv_bytes_per_token)
     return Trace(described, list(headers), read)
+
+
+def _spanned(
+    requests: Iterator[TraceRequest], spans: list[tuple[float, float]]
+) -> Iterator[TraceRequest]:
+    """The requests; in the end `spans` has when the first and the last of them came."""
+    times: list[float] = []
+    for request in requests:
+        times[1:] = [request.timestamp]
+        yield request
+    if times:
+        spans.append((times[0], times[-1]))
+
+
+def _at_a_time(spans: Sequence[tuple[float, float]]) -> int:
+    """How many there are at a time; 1 where they overlap for less than a tenth of all the time, as
+    where an engine takes over from another."""
+    both, end = 0.0, -math.inf
+    for first, last in sorted(spans):
+        both += max(0.0, min(last, end) - first)
+        end = max(end, last)
+    if not spans or both <= (end - min(spans)[0]) / 10:
+        return 1
+    return max(sum(one <= first <= last for one, last in spans) for first, _ in spans)
 
 
 def is_header(found: dict[str, Any]) -> bool:
