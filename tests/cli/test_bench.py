@@ -50,6 +50,11 @@ def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: 
     assert again.tiers["disk"].price_per_month == 7.0
     assert again.tiers["disk"].load_latency < 77.0, "it is measured anew"
     assert again.tiers["redis"] == machine.tiers["disk"], "it is kept, since the chain has none"
+    chain.write_text(chain.read_text().replace("type: disk", "type: disk, name: nvme"))
+    assert kvtiers(*arguments).status == 0
+    named = load_machine(profile)
+    assert named.tiers["nvme"].price_per_month == 7.0, "of its type"
+    assert named.tiers["nvme"] != named.tiers["disk"] == again.tiers["disk"]
 
 
 def test_a_tier_that_cannot_be_measured_is_said(

@@ -41,16 +41,16 @@ def bench(
         raise refused(f"{what}: write tiers; a checkout measures all else by python -m bench")
     check_places(save, keep=[chain_file])
     chain = load_chain(chain_file)
-    names = [tier.tier_name for tier in chain.tiers]
-    if unknown := [name for name in live or () if name not in names]:
-        raise refused(f"--live {unknown[0]}: no such tier; use {one_of(names)}")
+    types = {tier.tier_name: tier.type for tier in chain.tiers}
+    if unknown := [name for name in live or () if name not in types]:
+        raise refused(f"--live {unknown[0]}: no such tier; use {one_of([*types])}")
     if not save.exists():
         raise refused(f"{save}: found no such file; {EXAMPLE}")
     machine = load_machine(save)
     profiles = _measure(chain, machine.kv_bytes_per_token * block_tokens, live or ())
     kept = {name: profile for name, profile in machine.tiers.items() if name not in profiles}
     for name, profile in profiles.items():
-        before = machine.tiers.get(name)
+        before = machine.tiers.get(name, machine.tiers.get(types[name]))
         known = before.model_dump() if before is not None else {}
         measured = profile.model_dump(exclude_unset=True)
         kept[name] = profile.model_validate({**known, **measured})

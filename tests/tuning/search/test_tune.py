@@ -8,6 +8,7 @@ from itertools import cycle
 
 import pytest
 
+from spec.chain import ChainSpec
 from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
 from tests.tuning.search.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
 from tiers.traces.trace import TraceRequest
@@ -160,6 +161,24 @@ def test_an_interrupt_before_anything_is_found_is_one() -> None:
 
     with pytest.raises(AssertionError):
         tune(hot_and_cold(100), BLOCK_TOKENS, budget({"cpu": (100, {})}), advance=interrupt)
+
+
+@pytest.mark.parametrize(("path", "is_same"), [("/var/lib/kvtiers", True), ("/mnt/old", False)])
+def test_a_device_that_the_present_chain_has_by_a_name_is_as_fast_for_its_rivals(
+    path: str, is_same: bool
+) -> None:
+    """By its name it was measured, and is slow; what is known of its type is of another one."""
+    slow = {"load_bandwidth": 20 * MB, "store_bandwidth": 20 * MB}
+    given = budget({"disk": (400, {}), "redis": (400, slow)})
+    link = given.machine.tiers["redis"]
+    machine = given.machine.model_copy(update={"tiers": {**given.machine.tiers, "nvme": link}})
+    tier = {"type": "disk", "name": "nvme", "path": path, "capacity": 400 * BLOCK}
+    present = ChainSpec.model_validate({"version": 1, "tiers": [tier]})
+    given = given.model_copy(update={"machine": machine, "media": given.media[:1]})
+    found = tune(hot_and_cold(200), BLOCK_TOKENS, given, present, TuneOptions(20))
+    assert (found.budget.machine.tiers["disk"] == link) == is_same
+    ours, theirs = (found.judged[one].report.ttft_mean for one in ("fastest first", "present"))
+    assert (ours == pytest.approx(theirs, rel=1e-3)) == is_same and ours <= theirs
 
 
 def test_settings_of_a_medium_are_simulated() -> None:

@@ -113,6 +113,7 @@ def tune(
     curves = measure(searched, block_tokens, second_use=False)
     grows = growth(curves)
     now = None if present is None else present_chain(present, budget)
+    budget = budget if present is None else as_measured(budget, present)
     sizes = worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes))
     space = Space(budget, sizes, now if options.near_present else None)
     tried = {"fastest first": space.fastest_first(), "none": SimChain(())}
@@ -164,6 +165,19 @@ def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
         budget.machine.profile(tier.name, tier.type)  # or it raises
         tiers.append(replace(tier, capacity=tier.capacity or limits.get(tier.type)))
     return replace(found, tiers=tuple(tiers))
+
+
+def as_measured(budget: Budget, present: ChainSpec) -> Budget:
+    """The budget, of whose media those that the present chain has, with the same settings, have the
+    profiles that it has by its tiers' names."""
+    tiers = dict(budget.machine.tiers)
+    for medium in budget.media:
+        new = medium.tier()
+        for now in (tier for tier in present.tiers if tier.type == medium.type):
+            if all(getattr(now, key) == getattr(new, key) for key in medium.settings):
+                tiers[medium.type] = budget.machine.profile(now.tier_name, now.type)
+    machine = budget.machine.model_copy(update={"tiers": tiers})
+    return budget.model_copy(update={"machine": machine})
 
 
 def _judged(
