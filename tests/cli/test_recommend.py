@@ -274,7 +274,7 @@ def test_bad_input_is_named(
         header = encode_header(FileHeader(4, 0.0, writer, 1024))
         (both / f"{writer}.jsonl").write_bytes(header + text.split(b"\n", 1)[1])
     (both / "trace.jsonl").unlink()
-    assert says(both).startswith("2 engines recorded this at the same time")
+    assert says(both).startswith("2 engines recorded at the same time")
     monkeypatch.setattr("tiers.control.engine_control.version", lambda name: "0.0.1")
     assert "runs kvtiers 0.0.1, and this is" in says()
     ran = kvtiers("recommend", other, "--chain", served.file)

@@ -247,20 +247,16 @@ def with_bar(trace: Trace) -> Iterator[TraceRequest]:
 
 
 def say_skipped(summary: TraceSummary, is_searched: bool = False) -> None:
-    """Print the lines that the reader left out or mended, with examples, and how many engines count
-    as one. `is_searched`: those are refused."""
+    """Print the lines that the reader left out or mended, with examples. `is_searched`: refuse what
+    is of several engines."""
+    from tiers.traces.trace import TOGETHER
+
     for what, count in summary.skipped.items():
         typer.echo(f"{count} {what}", err=True)
     for note in summary.notes:
         typer.echo(f"  {note}", err=True)
-    if summary.engines > 1:
-        text = (
-            f"{summary.engines} engines recorded this at the same time, and would count as one: "
-            "copy the files of one (kvtiers-trace-*-HOST-PID.*) to a folder, and name that"
-        )
-        if is_searched:
-            raise refused(text)
-        typer.echo(text, err=True)
+    if is_searched and TOGETHER in summary.skipped:
+        raise typer.Exit(2)
 
 
 def say_other_model(trace: Trace, machine: Machine) -> None:

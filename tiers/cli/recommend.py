@@ -261,12 +261,10 @@ def _budget(file: Path | None, known: Mapping[str, Any], asked: Asked | None) ->
     if file is not None:
         given = load_budget(file, known)
         types = {medium.type for medium in given.media}
-        own = (medium for medium in known["media"] if medium["type"] not in types)
+        own = (one for one in known["media"] if one["type"] not in types)
         media = [
-            medium.model_copy(update={"limit": min(medium.limit, most)})
-            if (most := _most(medium.tier(), asked)) is not None
-            else medium
-            for medium in (*given.media, *map(BudgetMedium.model_validate, own))
+            one.model_copy(update={"limit": min(one.limit, _most(one.tier(), asked) or one.limit)})
+            for one in (*given.media, *map(BudgetMedium.model_validate, own))
         ]
         return given.model_copy(update={"media": tuple(media)})
     if asked is None:

@@ -20,8 +20,8 @@ import heapq
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from tiers.traces.lines import (
     shown,
     whole,
 )
-from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
+from tiers.traces.trace import TOGETHER, Trace, TraceHeader, TraceRequest, TraceSummary
 
 FORMAT = "kvtiers-trace"
 VERSION = 1
@@ -98,40 +98,30 @@ def open_recorded(paths: Sequence[Path]) -> Trace:
     def read(summary: TraceSummary) -> Iterator[TraceRequest]:
         for path in set(paths) - headers.keys():
             summary.skip("files without a whole first line", str(path))
-        spans: list[tuple[float, float]] = []
         streams = [
-            _spanned(_read_files(of_one, first.block_tokens, summary), spans)
-            for of_one in by_writer.values()
+            zip(repeat(writer), _read_files(of_one, first.block_tokens, summary), strict=False)
+            for writer, of_one in by_writer.items()
         ]
-        yield from heapq.merge(*streams, key=attrgetter("timestamp"))
-        summary.engines = _at_a_time(spans)
+        spans: dict[str | None, list[float]] = {}
+        for writer, request in heapq.merge(*streams, key=lambda pair: pair[1].timestamp):
+            spans.setdefault(writer, [request.timestamp])[1:] = [request.timestamp]
+            yield request
+        if (engines := _at_a_time(spans.values())) > 1:
+            summary.skipped[TOGETHER] = engines
 
     described = TraceHeader(first.block_tokens, "kvtiers", first.kv_bytes_per_token)
     return Trace(described, list(headers), read)
 
 
-def _spanned(
-    requests: Iterator[TraceRequest], spans: list[tuple[float, float]]
-) -> Iterator[TraceRequest]:
-    """The requests; in the end `spans` has when the first and the last of them came."""
-    times: list[float] = []
-    for request in requests:
-        times[1:] = [request.timestamp]
-        yield request
-    if times:
-        spans.append((times[0], times[-1]))
-
-
-def _at_a_time(spans: Sequence[tuple[float, float]]) -> int:
-    """How many there are at a time; 1 where they overlap for less than a tenth of all the time, as
-    where an engine takes over from another."""
-    both, end = 0.0, -math.inf
+def _at_a_time(spans: Iterable[list[float]]) -> int:
+    """How many there are at a time; 1 where they overlap for less than a tenth of it, as where an
+    engine takes over from another. A span: its first moment and its last."""
+    total, covered, end = 0.0, 0.0, -math.inf
     for first, last in sorted(spans):
-        both += max(0.0, min(last, end) - first)
+        total += last - first
+        covered += max(0.0, last - max(first, end))
         end = max(end, last)
-    if not spans or both <= (end - min(spans)[0]) / 10:
-        return 1
-    return max(sum(one <= first <= last for one, last in spans) for first, _ in spans)
+    return math.ceil(total / covered - 0.1) if covered else 1
 
 
 def is_header(found: dict[str, Any]) -> bool:

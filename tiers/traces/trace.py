@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MAX_NOTES = 20
+TOGETHER = "engines recorded at the same time, taken as one: name a folder with the files of one"
 
 
 class TraceRequest(NamedTuple):
@@ -53,8 +54,6 @@ class TraceSummary:
     `Trace.file_bytes`."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Counts of things left out or mended, by their kind."""
-    engines: int = 1
-    """How many recorded at the same time, known in the end. Their requests are merged by time."""
     notes: list[str] = field(default_factory=list)
     """The first examples of it, each with its file and line."""
 

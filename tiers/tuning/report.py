@@ -14,10 +14,9 @@ moves the median by 5 to 12% below it, and by some hundred percent near 1."""
 TRUSTED_ROOM_WAIT = 0.25
 """The same of the time in which the next prompt waits for room in the engine's memory: beyond it a
 rate that is 5% wrong moves the median by up to 20%, however idle GPUs and links are."""
-LONG_PAUSE = 0.1
-"""Share of the time without a request at a stretch beyond which the rest is busier than said."""
-BY_CHANCE = 20
-"""Of fewer requests than these for each such stretch, chance makes one now and then."""
+LONG_PAUSE, BY_CHANCE = 0.1, 20
+"""Share of the time without a request at a stretch beyond which the rest is busier than said, and
+how many mean gaps are no chance."""
 SHORT_LIFE = 1.0
 """Years below which a device's life is warned of."""
 DAY = 86400.0

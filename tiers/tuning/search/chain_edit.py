@@ -129,5 +129,4 @@ def _end(node: yaml.Node) -> int:
 
 
 def _line_end(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return len(text) if found < 0 else found
+    return f"{text}\n".index("\n", at)

@@ -26,8 +26,6 @@ _SIZES = {"max_inflight", "staging"}
 
 def percent(share: float) -> str:
     """A share like 3.2%; two digits, or all that are before the point."""
-    if math.isinf(share):
-        return "∞%"
     part = share * 100
     return f"{part:.0f}%" if part >= 10 else f"{part:.1f}%" if part >= 0.1 else f"{part:.2g}%"
 
@@ -37,9 +35,7 @@ def change(gap: Gap, objective: Objective) -> str:
     if gap.share == 0 and gap.margin < 0.01:
         return "the same"
     share = -gap.share if objective == "saved_seconds" else gap.share
-    if math.isinf(share):
-        return f"{'-' if share < 0 else '+'}{percent(abs(share))}"
-    margin = "±?" if math.isinf(gap.margin) else f"± {_digits(gap.margin)}%"
+    margin = "±?" if math.inf in (gap.margin, abs(share)) else f"± {_digits(gap.margin)}%"
     digits = _digits(abs(share))
     return f"{'-' if share < 0 and float(digits) else '+'}{digits}% {margin}"
 

@@ -49,9 +49,9 @@ class Score:
         """By which share of the other's this value is worse: 0.02 is two percent; infinite where
         the other's is 0."""
         difference = self.value - other.value
-        if not other.value:
-            return math.copysign(math.inf, difference) if difference else 0.0
-        return difference / abs(other.value)
+        if scale := abs(other.value):
+            return difference / scale
+        return difference and math.copysign(math.inf, difference)
 
 
 def score(report: Report, budget: Budget) -> Score:
@@ -184,6 +184,8 @@ class Trials:
         self._advance = advance
         self._tried: dict[SimChain, Evaluated] = {}
         self._asked: dict[SimChain, int] = {}
+        self.beaten: set[SimChain] = set()
+        """Those that others are better than, by more than chance."""
 
     def __len__(self) -> int:
         return len(self._tried)

@@ -112,8 +112,7 @@ def tune(
     block_bytes = block_tokens * budget.machine.kv_bytes_per_token
     curves = measure(searched, block_tokens, second_use=False)
     grows = growth(curves)
-    now = None if present is None else present_chain(present, budget)
-    budget = budget if present is None else as_measured(budget, present)
+    budget, now = (budget, None) if present is None else with_present(budget, present)
     sizes = worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes))
     space = Space(budget, sizes, now if options.near_present else None)
     tried = {"fastest first": space.fastest_first(), "none": SimChain(())}
@@ -155,29 +154,23 @@ def tune(
     )
 
 
-def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
-    """The operator's chain for the simulation. A server, whose size no key says, has the budget's
+def with_present(budget: Budget, chain: ChainSpec) -> tuple[Budget, SimChain]:
+    """The operator's chain for the simulation, and the budget with its tiers' profiles for those
+    media that it has with the same settings. A server, whose size no key says, has the budget's
     limit. Raises SpecError for a tier that the budget's machine has no profile of."""
-    found = SimChain.of(chain)
-    limits = {medium.type: medium.limit for medium in budget.media}
+    machine, media = budget.machine, {medium.type: medium for medium in budget.media}
+    found, links = SimChain.of(chain), dict(machine.tiers)
     tiers = []
-    for tier in found.tiers:
-        budget.machine.profile(tier.name, tier.type)  # or it raises
-        tiers.append(replace(tier, capacity=tier.capacity or limits.get(tier.type)))
-    return replace(found, tiers=tuple(tiers))
-
-
-def as_measured(budget: Budget, present: ChainSpec) -> Budget:
-    """The budget, of whose media those that the present chain has, with the same settings, have the
-    profiles that it has by its tiers' names."""
-    tiers = dict(budget.machine.tiers)
-    for medium in budget.media:
-        new = medium.tier()
-        for now in (tier for tier in present.tiers if tier.type == medium.type):
-            if all(getattr(now, key) == getattr(new, key) for key in medium.settings):
-                tiers[medium.type] = budget.machine.profile(now.tier_name, now.type)
-    machine = budget.machine.model_copy(update={"tiers": tiers})
-    return budget.model_copy(update={"machine": machine})
+    for spec, tier in zip(chain.tiers, found.tiers, strict=True):
+        link, medium = machine.profile(tier.name, tier.type), media.get(tier.type)
+        if medium is not None:
+            tier = replace(tier, capacity=tier.capacity or medium.limit)
+            new = medium.tier()
+            if all(getattr(spec, key) == getattr(new, key) for key in medium.settings):
+                links[tier.type] = link
+        tiers.append(tier)
+    machine = machine.model_copy(update={"tiers": links})
+    return budget.model_copy(update={"machine": machine}), replace(found, tiers=tuple(tiers))
 
 
 def _judged(
@@ -188,12 +181,12 @@ def _judged(
     budget: Budget,
 ) -> dict[str, Evaluated]:
     """The chains by their labels, on requests that neither search nor choice saw."""
+    begin = options.split.searched if options.judge is None else options.split.warm
+    jobs = {label: (one, 1.0, begin) for label, one in chains.items()}
     if options.judge is None:
-        jobs = {label: (one, 1.0, options.split.searched) for label, one in chains.items()}
         reports = dict(simulations.run(jobs.values()))
     else:
         other = Workload.of(options.judge, block_tokens)
-        jobs = {label: (one, 1.0, options.split.warm) for label, one in chains.items()}
         with Simulations(other, simulations.machine, options.processes) as elsewhere:
             reports = dict(elsewhere.run(jobs.values()))
     found = {label: (job[0], reports[job]) for label, job in jobs.items()}
@@ -207,24 +200,13 @@ def settled(trials: Trials, grows: bool) -> Evaluated:
     """The chain to choose, once all that are one step from it were tried too, so that the worth of
     each of its choices is known, and none is better by more than chance."""
     while True:
-        known = len(trials)
         chosen = choose(trials, grows)
         if grows:
             chosen = with_room_to_grow(chosen, trials)
-        better = _better(chosen, trials)
-        while better is not None and len(trials) == known:
-            # `choose` would take the same again, for equal to a best that may be it by chance.
-            chosen, better = better, _better(better, trials)
-        if better is None:
+        steps = trials.run(step.chain for step in trials.space.steps(chosen.chain))
+        if not any(beats(one.report, chosen.report, trials.space.budget) for one in steps):
             return chosen
-
-
-def _better(chosen: Evaluated, trials: Trials) -> Evaluated | None:
-    """The best one of those a step from a chain that are better by more than chance."""
-    budget = trials.space.budget
-    steps = trials.run(step.chain for step in trials.space.steps(chosen.chain))
-    found = [one for one in steps if beats(one.report, chosen.report, budget)]
-    return min(found, key=lambda one: one.score, default=None)
+        trials.beaten.add(chosen.chain)  # else it is chosen again where nothing new was tried
 
 
 def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluated:
@@ -245,7 +227,7 @@ def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluat
 
 def _equals(one: Evaluated, best: Evaluated, trials: Trials, grows: bool) -> bool:
     """Whether a chain that scores worse than the best may take its place."""
-    if one.score.excess > best.score.excess:
+    if one.score.excess > best.score.excess or one.chain in trials.beaten:
         return False
     found = gap(one.report, best.report, trials.space.budget)
     mine, theirs = ({t.type: t.capacity for t in each.chain.tiers} for each in (one, best))
@@ -274,7 +256,7 @@ def _larger(chosen: Evaluated, kind: str, least: int, trials: Trials) -> Iterato
             for tier in chosen.chain.tiers
         )
         for one in trials.run([replace(chosen.chain, tiers=tiers)]):
-            worse = one.score.worse_than(chosen.score) > LEAST
+            worse = one.score.worse_than(chosen.score) > LEAST or one.chain in trials.beaten
             if one.score.excess <= chosen.score.excess and not worse:
                 yield one
         size //= 2

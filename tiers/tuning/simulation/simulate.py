@@ -40,9 +40,8 @@ def simulate(
     if isinstance(chain, ChainSpec):
         chain = SimChain.of(chain)
     tiers = _tiers(chain, machine, requests)
-    warmed = int(len(requests) * warm)
-    engine = SimEngine(requests, tiers, chain, machine, warmed)
-    marks, came = engine.run(), requests.times[warmed:]
+    engine = SimEngine(requests, tiers, chain, machine, int(len(requests) * warm))
+    marks, came = engine.run(), requests.times[engine.warm :]
     return report_on(engine.served, marks, came, chain.tiers, machine, requests.block_tokens)
 
 

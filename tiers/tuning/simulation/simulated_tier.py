@@ -74,8 +74,7 @@ class SimulatedTier:
         self._cut: set[int] = set()
         """Numbers of the prompts that the budget did not admit whole."""
         self._budget_left = 0.0
-        """Blocks. An engine begins with an hour's worth, which is spent once, and would hide in a
-        recording of a few hours what the budget keeps out."""
+        """Blocks. An hour's worth, as engines begin with, would hide what the budget keeps out."""
         self._budget_since = 0.0
 
     def counted(self) -> TierCounts:
