@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, redis, total
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, redis, scheduler_of, total
 from tests.support.servers import RedisServer
 from tiers.lab.replay import ReplayEngine, answer
 
@@ -163,6 +163,28 @@ def test_what_was_computed_before_the_first_block_was_full_is_of_its_weights(
     made.settle()
     prompt = [*PROMPT[:2], *request.output, 1]
     assert made.generate(prompt, 3).output == answer(NEW, prompt, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_goes_on_after_a_failed_step_shows_that_nothing_is_stored(
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: int
+) -> None:
+    """As one does whose caller catches what a step raises: workers never hear of that step."""
+    made = engine(chain_of(cpu(), disk(tmp_path)), prefix_caching=False, world_size=ranks)
+    made.generate(PROMPT, 3)
+    made.settle()
+    stored = total(made, "stored_blocks")
+    assert made.connector is not None and stored
+    next(made.connector._agreement._steps)
+    for prompt in (OTHER, PROMPT, OTHER, range(200, 250)):
+        assert made.generate(prompt, 3).output == answer(MODEL, list(prompt), 3, ranks)
+    made.settle()
+    assert total(made, "stored_blocks") == stored and total(made, "store_dropped_down")
+    assert made.generate(PROMPT, 3).loaded_tokens == FULL, "what was stored before is right"
+    said = ("degraded", "a step of the engine failed: start it again")
+    for place in range(2):
+        assert scheduler_of(made, place)._tier.condition() == said
+    assert "stores nothing from now on" in caplog.text
 
 
 def test_weights_change_among_many_requests(

@@ -88,6 +88,9 @@ class Watch:
         """Whether what the step has computed may be stored."""
         return True
 
+    stopped = ""
+    """Why nothing is stored any more; empty: it is."""
+
     def report(self) -> WeightReport | None:
         """Report what was seen since the last call; None: nothing new."""
         return None

@@ -529,6 +529,8 @@ class OffloadingWorker(WorkerConnector):
         if self._store is not None:
             health = warned(self._host.checksums.computed_here, self._store.health)
         health = warned(self._host.copier_warning(), health)
+        if why := self._host.watch.stopped:
+            health = health._replace(writes=False, writes_up=False, why=why)
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
         handshake = None if self._sent_handshake else self.get_handshake_metadata()

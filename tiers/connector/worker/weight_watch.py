@@ -105,7 +105,7 @@ class WeightWatch(Watch):
         self._rank = rank
         self._weights = weights
         self._is_shared = ranks > 1
-        self._step, self._is_computed, self._has_failed = -1, True, False
+        self._step, self._is_computed = -1, True
         self._generation: _Generation | None = None
         self._over: set[bytes] = set()
         self._reported: bytes | None = None
@@ -139,22 +139,22 @@ class WeightWatch(Watch):
     def _follow(self, orders: WeightOrders) -> None:
         """Store nothing again once a step has failed, or was left out. Those behind it, which may
         have been queued before, compute with KV that it never made."""
-        if orders.step is None or self._has_failed:
+        if orders.step is None or self.stopped:
             return
-        self._has_failed = not self._is_computed or orders.step != self._step + 1
-        self._step, self._is_computed = orders.step, orders.tag is None
-        if self._has_failed:
+        if not self._is_computed or orders.step != self._step + 1:
+            self.stopped = "a step of the engine failed: start it again"
             logger.error(
                 "a step of this engine failed: kvtiers stores nothing from now on, since what "
                 "later steps compute may rest on it. Start the engine again"
             )
+        self._step, self._is_computed = orders.step, orders.tag is None
 
     def computed(self) -> None:
         self._is_computed = True
 
     @property
     def may_store(self) -> bool:
-        return self._is_computed and not self._has_failed
+        return self._is_computed and not self.stopped
 
     def loads(self, tag: bytes) -> WeightVerdict:
         """Look before blocks of a generation are loaded."""
