@@ -169,13 +169,13 @@ def say_mounted(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(paths, "_MOUNTS", doctored)
 
 
-def run_mounted(mount: str, code: str, path: Path) -> None:
+def run_mounted(mount: str, code: str, path: Path, *args: object) -> None:
     """Run Python after a mount that only its process sees."""
     import pytest  # a third of what each child would import
 
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
         pytest.skip("this user can't mount anything")
-    run_code(code, path, within=["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"'])
+    run_code(code, path, *args, within=["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"'])
 
 
 def image_made(path: Path, kind: str, size: str, options: str = "") -> str:

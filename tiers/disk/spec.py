@@ -42,9 +42,10 @@ class DiskSpec(StoreSpec):
     )
     durability: Durability = Field(
         default="none",
-        description="What survives a crash of the machine. none: nothing, the tier starts empty. "
-        "batch: all but the last seconds, or half a minute if buffered. sync: every stored block. "
-        "A crash of a process loses nothing in any case.",
+        description="What survives a crash of the machine, or of a process whose volume is then "
+        "mounted anew. none: nothing, the tier starts empty. batch: all but the last seconds, or "
+        "half a minute if buffered. sync: every stored block. Else a crash of a process loses "
+        "nothing in any case.",
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.disk.audit import (
+    MODE,
     Other,
     get,
+    image_made,
     key,
     keys,
     open_disk,
     opened,
     put,
+    run_mounted,
     say_mounted,
 )
 from tiers.disk.folder import owner
@@ -110,6 +114,77 @@ def test_hosts_without_a_name_are_told_apart_by_their_boot(
     left_by(THERE._replace(machine="-"), tmp_path / "tier", monkeypatch)
     with pytest.raises(TierNotOpen, match="'node-b'"):
         open_disk(tmp_path / "tier")
+
+
+REMOUNTED = """
+import fcntl, io, logging, struct, subprocess
+mount, bound = path / "mount", path / "bound"
+run = lambda *command: subprocess.run(command, check=True)
+for folder in (mount, bound):
+    folder.mkdir()
+run("mount", "-o", "loop", path / "image", mount)
+tier, end = mount / "tier", args[1]
+child = Other("store = open_disk(path); put(store, keys(0, 1)); say('open'); wait()", tier)
+assert child.hear() == "open"
+if end == "lost":
+    handle = os.open(mount, os.O_RDONLY)
+    fcntl.ioctl(handle, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN, log not flushed
+    os.close(handle)
+child.kill()
+if end == "bound":
+    run("mount", "--bind", mount, bound)
+if end != "killed":
+    run("umount", mount)
+    run("mount", "-o", "loop", path / "image", mount)
+if end == "cut":
+    os.truncate(slab_path(tier), SLOT)
+logging.getLogger("tiers").addHandler(logging.StreamHandler(said := io.StringIO()))
+with opened(tier) as store:
+    held = get(store, keys(0, 1))
+assert str(held) == args[2], held
+assert end != "lost" or "its file system was unmounted while it was in use" in said.getvalue()
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("end", "mode", "held"),
+    [
+        ("killed", "buffered none", [True, True]),
+        ("bound", "buffered none", [True, True]),
+        ("unmounted", "buffered none", [False, False]),
+        ("lost", "buffered none", [False, False]),
+        ("unmounted", "buffered batch", [True, True]),
+        ("cut", "buffered batch", [True, False]),
+    ],
+)
+def test_a_file_system_that_was_mounted_anew(
+    tmp_path: Path, end: str, mode: str, held: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have lost what was not synced; as long as one mount of it is left, it has not."""
+    monkeypatch.setenv(MODE, mode)
+    run_mounted(image_made(tmp_path, "ext4", "32M"), REMOUNTED, tmp_path, end, held)
+
+
+@pytest.mark.fault
+def test_a_mount_that_the_kernel_tells_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be mounted."""
+    device = tmp_path.stat().st_dev
+    number = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    mounted = tmp_path / "sys" / "a-fs" / os.path.basename(os.path.realpath(number))
+    for text, held in ((b"%d", True), (b"%d 1", False), (b"%d %d", True), (b"", True)):
+        left_by(owner.this_host(), tmp_path / "tier", monkeypatch)
+        (file,) = (tmp_path / "tier" / "owners").iterdir()
+        lock = (tmp_path / "tier" / "lock").stat().st_ino
+        mounted.mkdir(parents=True, exist_ok=True)
+        numbers = lock, mounted.stat().st_ino
+        file.write_bytes(text % numbers[: text.count(b"%d")])
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "_MOUNTED", tmp_path / "sys")
+            with opened(tmp_path / "tier") as store:
+                assert get(store, keys(0)) == [held]
 
 
 @pytest.mark.parametrize("content", ["", "uninitialized\n", "c" * 32 + "\n", None])

@@ -1,12 +1,13 @@
 """Who has the folder open: one locked file for each process.
 
 Its name has the process, its host, the host's boot and whether commits were synced; its text has
-the inode of the folder's lock. A file that was left over shows what happened:
+the inode of the folder's lock, and of what sysfs has of the mount (of ext4, XFS and F2FS). A file
+that was left over shows what happened:
 
-- Its lock is free and the boot is this one: the process died and the page cache survived. Only its
+- Its lock is free, boot and mount are these: the process died and the page cache survived. Only its
   reserved slots need repair. Another lock: the folder was copied while the process wrote to it.
-- Another boot of this host: the machine went down with the tier open. The index can be trusted only
-  if each commit was synced.
+- Another boot of this host, or another mount: the machine or the file system went down with the
+  tier open. The index can be trusted only if each commit was synced.
 - Another host: it may have the folder open now, since its locks may not reach us.
 """
 
@@ -21,9 +22,13 @@ from typing import NamedTuple
 
 from tiers.concurrency.file_locks import opened, release, try_lock
 from tiers.disk.slab import sync_folder
+from tiers.paths import found_at
 
 OWNER_ID_BYTES = 16
 _MACHINE = Path("/etc/machine-id")
+_MOUNTED = Path("/sys/fs")
+"""Of kinds of file systems; a kind's folder has one for each that is mounted, by its device, with
+an inode that none had before."""
 _NAMELESS = "-"
 _NAME = re.compile(
     r"^(?P<boot>[0-9a-f-]{36})\.(?P<id>[0-9a-f]{32})\.(?P<machine>[0-9a-f]{32}|-)"
@@ -54,12 +59,12 @@ def this_host() -> Host:
 
 
 class Owners(NamedTuple):
-    """The owners of a folder. `alive`: ids; `dead`: files. `rebooted`: one died with its machine.
-    `torn`: why the index can't be trusted; empty: it can. `refusal`: why we must not open."""
+    """The owners of a folder. `alive`: ids; `dead`: files. `cut`: of one what was not synced may be
+    lost. `torn`: why the index can't be trusted; empty: it can. `refusal`: why we must not open."""
 
     alive: frozenset[bytes]
     dead: tuple[Path, ...]
-    rebooted: bool
+    cut: bool
     torn: str
     refusal: str | None
 
@@ -70,10 +75,10 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
     `one_host`: two hosts can't have the folder's file system mounted at once, so an owner of
     another boot is dead, whatever its machine. Raises OSError.
     """
-    us, mark = this_host(), _mark(owners)
+    us, (lock, _, mount) = this_host(), _mark(owners).partition(b" ")
     alive: set[bytes] = set()
     dead: list[Path] = []
-    rebooted, torn, refusal = False, "", None
+    cut, torn, refusal = False, "", None
     try:
         files = list(owners.iterdir())
     except FileNotFoundError:  # a copy of a closed tier may leave out a folder with nothing in it
@@ -92,17 +97,26 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
                 refusal = refusal or _of_twin(file)
         else:
             dead.append(file)
-            rebooted |= other_boot
-            if other_boot and not name["synced"]:
-                torn = "the machine went down while it was in use"
-            elif text not in (b"", mark):
-                torn = torn or "it was copied while it was in use"
-    return Owners(frozenset(alive), tuple(dead), rebooted, torn, refusal)
+            lock_then, _, mount_then = text.partition(b" ")
+            unmounted = b"" not in (mount, mount_then) and mount != mount_then
+            cut |= other_boot or unmounted
+            if lock_then not in (b"", lock):
+                torn = "it was copied while it was in use"
+            elif (other_boot or unmounted) and not name["synced"]:
+                went = "the machine went down" if other_boot else "its file system was unmounted"
+                torn = torn or f"{went} while it was in use"
+    return Owners(frozenset(alive), tuple(dead), cut, torn, refusal)
 
 
 def _mark(owners: Path) -> bytes:
-    """What a copy of the folder has another of: the inode of its lock, if it has one."""
-    return b"".join(b"%d" % lock.stat().st_ino for lock in owners.parent.glob("lock"))
+    """What a copy of the folder has another of, the inode of its lock; and behind it what another
+    mount has another of. Each if there is one."""
+    if (lock := found_at(owners.parent / "lock")) is None:
+        return b""
+    number = f"{os.major(lock.st_dev)}:{os.minor(lock.st_dev)}"
+    device = os.path.basename(os.path.realpath(f"/sys/dev/block/{number}"))
+    mounts = [place.stat() for place in _MOUNTED.glob(f"*/{device}")]
+    return b" ".join(b"%d" % found.st_ino for found in (lock, *mounts))
 
 
 def _of_stranger(file: Path, host: str, locked: bool) -> str:
@@ -129,7 +143,7 @@ def _look(file: Path) -> tuple[bool, bytes]:
     """Whether an owner's file is locked, and its text."""
     try:
         with opened(file, os.O_RDWR | os.O_NOFOLLOW) as handle:
-            return not try_lock(handle), os.read(handle, 32)
+            return not try_lock(handle), os.read(handle, 64)
     except FileNotFoundError:  # a clean close removes its file without the folder's lock
         return False, b""
 
@@ -148,6 +162,7 @@ class Owner:
             try_lock(self._handle)
             with suppress(OSError):  # on a full disk a copy goes unseen
                 os.write(self._handle, _mark(owners))
+                os.fsync(self._handle)
             # Otherwise a power cut could lose the name but keep index pages written after it.
             sync_folder(owners)
         except BaseException:
