@@ -106,7 +106,7 @@ def _held(
         if owners.refusal is not None:
             raise TierNotOpen(owners.refusal)
         yield from _try_direct(folder.path, folder.lock, access, capacity)
-    if not owners.alive and (why := owners.torn or compared.wrong):
+    if why := ("" if owners.alive else owners.torn) or compared.wrong:
         yield DoctorFinding("note", f"it will start empty: {why}", "nothing", _LOST)
         return Usage(0, 0, None)
     with translated(folder.path), closing(Index(folder.index)) as index:

@@ -8,10 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.audit import SLOT, Other, audit, get, key, keys, opened, put, put_row, run_code
+from tests.disk.audit import (
+    SLOT,
+    Other,
+    audit,
+    folder_of,
+    get,
+    handles_of,
+    key,
+    keys,
+    open_disk,
+    opened,
+    put,
+    put_row,
+    run_code,
+)
+from tests.support.clock import wait_for
+from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index.edit import index_key
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierUnavailable
+from tiers.errors import TierNotOpen, TierUnavailable
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -138,13 +154,86 @@ def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
         put_row(tmp_path, "blocks", index_key(key(1)), b"a row of another length")
-        for _ in range(2):
-            with pytest.raises(TierUnavailable, match="damaged"):
-                get(store, keys(0, 1))
-        assert get(store, keys(0, 2)) == [True, True]
+        with pytest.raises(TierUnavailable, match="damaged"):
+            get(store, keys(0, 1))
+        with pytest.raises(TierNotOpen, match="damaged"):
+            get(store, keys(0, 2))
+        wait_for(lambda: not handles_of(tmp_path, "*"))  # LMDB would go on in what is damaged
     with opened(tmp_path) as store:
         assert store.usage().blocks == 0
         assert put(store, keys(0, 1)) == [True, True]
         audit(store)
     with opened(tmp_path) as store:
         assert get(store, keys(0, 1)) == [True, True]
+
+
+@pytest.mark.fault
+def test_damage_that_another_store_of_the_process_finds_as_it_opens(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        with folder_of(store).upkeep.held_back():  # which would meet it, too
+            put_row(tmp_path, "meta", b"state", b"a row of another length")
+            with pytest.raises(TierUnavailable, match="damaged"):
+                open_disk(tmp_path)
+        wait_for(lambda: not handles_of(tmp_path, "*"))
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [False]
+
+
+STAYS = """
+from tiers.disk.folder import upkeep
+upkeep.EVERY_S = upkeep.PLACE_EVERY_S = 0.02
+store = open_disk(path)
+with folder_of(store).upkeep.held_back():
+    say("open")
+    wait()
+try:
+    for _ in range(1000):
+        store.has(keys(0))
+        time.sleep(0.01)
+    say("it stays")
+except TierNotOpen as error:
+    say(error)
+wait()
+store.close()
+with opened(path) as store:
+    say(get(store, keys(0)))
+    wait()
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("found", ["in use", "as it joins", "as it starts"])
+def test_no_process_stays_in_an_index_that_another_found_damaged(
+    tmp_path: Path, found: str
+) -> None:
+    """Nor joins the others there: under restarts one by one the damage stayed for ever."""
+    other = Other(STAYS, tmp_path)
+    assert other.hear() == "open"
+    damage = ("reserved", b"no slot") if found == "as it joins" else ("blocks", index_key(key(1)))
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1))
+        if found == "in use":
+            put_row(tmp_path, *damage, b"a row of another length")
+            with pytest.raises(TierUnavailable, match="damaged"):
+                get(store, keys(1))
+    if found != "in use":
+        put_row(tmp_path, *damage, b"a row of another length")
+        with pytest.raises(TierNotOpen, match="the index is damaged"):
+            open_disk(tmp_path, slots=1)
+    with pytest.raises(TierNotOpen, match=r"the index is damaged; .* when no process has it open"):
+        open_disk(tmp_path)
+    (one,) = (
+        one for one in DiskSpec(path=tmp_path, capacity=SLOT).examine() if "empty" in one.found
+    )
+    assert "was found to be damaged when it was last in use" in one.found
+    other.tell()
+    assert other.hear() == f"{tmp_path} has an index that is damaged"
+    wait_for(lambda: not scan_owners(tmp_path / "owners", one_host=True).alive)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [False]
+        assert put(store, keys(0)) == [True]
+        other.tell()
+        assert other.hear() == "[True]"
+        other.end()
+        audit(store)

@@ -19,6 +19,7 @@ import pytest
 from spec.offloading import StoreContext
 from tests.disk.audit import (
     MODE,
+    PAYLOAD,
     SLOT,
     Other,
     audit,
@@ -42,8 +43,10 @@ from tests.support.clock import wait_for
 from tiers import paths
 from tiers.disk.folder import clean_close, folder
 from tiers.disk.folder.folder import Folder
+from tiers.disk.index.edit import index_key
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnusable
+from tiers.testing import Memory
 from tiers.wrappers import reopening
 from tiers.wrappers.opening import open_guarded
 
@@ -377,6 +380,22 @@ def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
         assert put(store, keys(0)) == [True]
         audit(store)
         wait_for(lambda: len(tables_but(before)) == 1)
+
+
+@pytest.mark.fault
+@pytest.mark.usefixtures("soon")
+def test_a_tier_whose_index_is_damaged_joins_again_without_a_restart(tmp_path: Path) -> None:
+    guarded = open_guarded(DiskSpec(path=tmp_path, capacity=8 * SLOT), StoreContext(PAYLOAD))
+    some, other = Memory(keys(0, 1), PAYLOAD).fill(), Memory(keys(2), PAYLOAD).fill()
+    assert guarded.put(some.blocks) == [True, True]
+    put_row(tmp_path, "blocks", index_key(key(1)), b"a row of another length")
+    assert guarded.get(some.blocks) == [False, False]
+    wait_for(lambda: guarded.put(other.blocks) == [True])
+    wait_for(lambda: guarded.has(keys(0, 1, 2)) == [False, False, True])
+    guarded.close()
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1, 2)) == [False, False, True]
+        audit(store)
 
 
 def tables_but(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -12,6 +12,7 @@ if both files are still the same once the lock is held.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,8 +33,10 @@ CHECK_WAIT_S = 1.0
 stopped never ends."""
 
 _TRIES = 3
-CONDEMNED = b"damaged"
-"""The digest by which the next process that opens the folder wipes it."""
+_CONDEMNED = b"damaged"
+"""The digest of an index that nobody may use any more."""
+
+logger = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
@@ -85,7 +88,7 @@ def compared(folder: Folder) -> Iterator[Compared]:
 def _wrong(index: Path, found: State) -> str | None:
     if found.digest is None:
         return None
-    if found.digest == CONDEMNED:
+    if found.digest == _CONDEMNED:
         return f"{index} was found to be damaged when it was last in use"
     if found.file is None or found.digest != compute(index):
         return f"{index} has changed since it was closed"
@@ -120,6 +123,22 @@ def leave(folder: Folder, owner: Owner) -> bool:
             then = now
         digest = compute(folder.index)
     return False
+
+
+def condemn(folder: Folder, why: Exception) -> None:
+    """Have every process leave a folder whose index is damaged, whether or not it meets the damage
+    itself, and the next one wipe it."""
+    logger.error("disk tier %s is emptied when no process has it open: %s", folder.path, why)
+    try:
+        record(folder, _CONDEMNED)
+    except OSError as error:
+        line = "disk tier %s: the index can't be marked as damaged: %s"
+        logger.warning(line, folder.path, error)
+
+
+def is_condemned(folder: Folder) -> bool:
+    """Whether a process has condemned the folder since it was opened. Raises OSError."""
+    return state(folder).digest == _CONDEMNED
 
 
 def compute(index: Path) -> bytes:

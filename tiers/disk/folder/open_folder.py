@@ -76,11 +76,10 @@ class OpenFolder:
         """What the put of each thread has reserved; a put alone, in its edits, adds to its own."""
         self._freed: deque[Slot] = deque()
         """Free slots that may still have disk space behind them."""
-        self._condemned = False
         self.holders = self.stores = 1
         """Stores and verbs in flight; stores alone."""
         self.gone = ""
-        """Why the open files are no longer those of the folder; empty: they are."""
+        """Why the open files may not be used any more; empty: they may."""
         self.is_closed = False
         self.capacity = 0
         """The capacity that this process has set, in bytes."""
@@ -107,26 +106,16 @@ class OpenFolder:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Translate what the body raises. Damage condemns the folder: the next process to open it
-        wipes it, whether or not it meets the damage itself."""
+        """Translate what the body raises. Damage condemns the folder, and no verb uses it any more:
+        LMDB ends a process that goes on in a damaged index."""
         try:
             with translated(self.path):
                 yield
-        except Damaged:
-            self._condemn()
+        except Damaged as error:
+            if not self.gone:
+                clean_close.condemn(self._files, error)
+                self._lose(str(error))
             raise
-
-    def _condemn(self) -> None:
-        if self._condemned:
-            return
-        self._condemned = True
-        line = "disk tier %s: the index is damaged; the next process to open the tier empties it"
-        logger.error(line, self.path)
-        try:
-            clean_close.record(self._files, clean_close.CONDEMNED)
-        except OSError as error:
-            line = "disk tier %s: the index can't be marked as damaged: %s"
-            logger.warning(line, self.path, error)
 
     @contextmanager
     def edit(self) -> Iterator[Edit]:

@@ -74,14 +74,14 @@ def _open(
     opened, owners, orphans = owned
     try:
         folder.remove_gone()
-        with opened.translated():
+        with translated(folder.path):
             opened.start(owners, orphans, capacity)
     except BaseException as error:
         opened.abandon()
-        if owners.alive or not isinstance(error, Damaged):
+        if not isinstance(error, Damaged):
             raise
-        logger.warning("disk tier %s: %s", folder.path, error)
-        return None  # it is condemned now, so the next try wipes it
+        clean_close.condemn(folder, error)
+        return None  # the next try wipes it, if no other has it open
     return opened
 
 
@@ -108,6 +108,7 @@ def _become_owner(
         owned = _open_files(folder, owners, access, direct, release)
     except Damaged as error:
         if owners.alive:
+            clean_close.condemn(folder, error)
             raise
         folder.wipe(str(error))
         owned = _open_files(folder, owners, access, direct, release)
@@ -119,8 +120,14 @@ def _become_owner(
 
 
 def _require_shared(folder: Folder) -> None:
-    """Raise TierNotOpen if a file that others have open was removed: this process would make an
-    index of its own for their slabs, or a lock of its own for their index."""
+    """Raise TierNotOpen if others have yet to leave a damaged index, or if a file that they have
+    open was removed: this process would make an index of its own for their slabs, or a lock of its
+    own for their index."""
+    if clean_close.is_condemned(folder):
+        raise TierNotOpen(
+            f"{folder.path}: the index is damaged; the tier opens, empty, when no process has it "
+            f"open any more ({folder.owners} has a file for each)"
+        )
     gone = [file for file in folder.shared_files() if not file.exists()]
     if gone:
         raise TierNotOpen(
@@ -201,13 +208,17 @@ class _OpenFolders:
                     f"{path} is open in this process with other settings of io or durability; "
                     "let every tier on the folder have the same"
                 )
-            if capacity is not None:
-                with folder.translated():
-                    folder.resize(capacity)
             with folder.count_lock:
                 folder.holders += 1
                 folder.stores += 1
-            return folder
+        try:
+            if capacity is not None:
+                with folder.in_use():
+                    folder.resize(capacity)
+        except BaseException:
+            self.leave(folder)
+            raise
+        return folder
 
     def leave(self, folder: OpenFolder) -> None:
         """Subtract a store, unless the folder is gone, which no store holds any more."""

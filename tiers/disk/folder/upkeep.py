@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import LoggedOnce
+from tiers.disk.folder.clean_close import is_condemned
 from tiers.disk.folder.folder import Folder
 from tiers.errors import TierError
 from tiers.paths import found_at
@@ -38,7 +39,8 @@ class Keeping:
     """
 
     def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], None]) -> None:
-        """`lose` is called once, with a line, when the folder was removed or replaced."""
+        """`lose` is called once, with a line, when the folder was removed or replaced, or when
+        another process has found its index to be damaged."""
         self._folder = folder
         self._owner = owner
         self._lose = lose
@@ -53,8 +55,8 @@ class Keeping:
         now = time.monotonic()
         if now >= self._next_place:
             self._next_place = now + PLACE_EVERY_S
-            if self._is_gone():
-                self._lose(f"{self._folder.path} was removed or replaced")
+            if why := self._why_gone():
+                self._lose(f"{self._folder.path} {why}")
                 return
         if now < self._next:
             return
@@ -69,12 +71,13 @@ class Keeping:
                 ", ".join(gone),
             )
 
-    def _is_gone(self) -> bool:
-        """Whether the folder was replaced, or all of its files were. While one of them is left, it
+    def _why_gone(self) -> str:
+        """Why the folder may be used no more; empty: it may. While one of the files is left, it
         keeps other processes out."""
-        if _identity(self._folder.path) != self._place:
-            return True
-        return all(_identity(file) != opened for file, opened in self._files.items())
+        others = (_identity(file) != opened for file, opened in self._files.items())
+        if _identity(self._folder.path) != self._place or all(others):
+            return "was removed or replaced"
+        return "has an index that is damaged" if is_condemned(self._folder) else ""
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
