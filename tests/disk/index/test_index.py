@@ -10,7 +10,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ import pytest
 
 from tests.disk.audit import (
     LMDB_PAGE,
+    Other,
     audit,
     folder_of,
     get,
@@ -30,7 +30,9 @@ from tests.disk.audit import (
     put,
     slab_path,
 )
+from tiers.disk.folder.owner import Owner
 from tiers.disk.index import edit, slot_allocator
+from tiers.disk.index.edit import index_key
 from tiers.disk.index.index import translated
 from tiers.disk.index.slot_allocator import PendingUses
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
@@ -66,9 +68,43 @@ def test_an_index_of_another_format_is_left_alone(tmp_path: Path) -> None:
         meta = env.open_db(b"meta")
         with env.begin(db=meta, write=True) as txn:
             txn.put(b"format", b"kvtiers index 99")
-    with pytest.raises(TierUnusable, match=r"format 'kvtiers index 99'.*this version"):
-        open_disk(tmp_path)
+    for _ in range(2):
+        with pytest.raises(TierUnusable, match=r"format 'kvtiers index 99'.*this version"):
+            open_disk(tmp_path)
+        Owner(tmp_path / "owners", synced=False).leave(clean=False)  # of a process that was killed
     assert slab_path(tmp_path).stat().st_size > 0
+
+
+def overwritten(content: bytes, page: bytes, having: bytes) -> bytes:
+    """An index in which `page` is wherever a page has these bytes."""
+    pages = [content[n : n + LMDB_PAGE] for n in range(0, len(content), LMDB_PAGE)]
+    assert any(having in one for one in pages)
+    return b"".join(page if having in one else one for one in pages)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("lost", ["tables", "format", "its text"])
+def test_a_torn_index_that_a_dead_process_left_is_not_taken_for_another_programs(
+    tmp_path: Path, lost: str
+) -> None:
+    """The device has a page as it was before, another table's. It was refused for good."""
+    index = tmp_path / "index.mdb"
+    child = Other(
+        "store = open_disk(path); put(store, keys(*range(8))); say('open'); wait()", tmp_path
+    )
+    assert child.hear() == "open"
+    child.kill()
+    content, named = index.read_bytes(), b"kvtiers index 3"
+    older = content.index(index_key(key(0))) // LMDB_PAGE * LMDB_PAGE
+    if lost == "its text":
+        index.write_bytes(content.replace(named, bytes(len(named))))
+    else:
+        having = named if lost == "format" else b"recency"
+        index.write_bytes(overwritten(content, content[older : older + LMDB_PAGE], having))
+    with opened(tmp_path) as store:
+        assert get(store, keys(*range(8))) == [False] * 8
+        assert put(store, keys(0)) == [True]
+        audit(store)
 
 
 @pytest.mark.fault
@@ -87,14 +123,15 @@ def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [b"theirs", b"meta"])
+def test_another_programs_index_is_left_alone(tmp_path: Path, name: bytes) -> None:
     index = str(tmp_path / "index.mdb")
     with lmdb.open(index, subdir=False, mode=0o600) as env, env.begin(write=True) as txn:
-        txn.put(b"theirs", b"precious")
+        txn.put(name, b"precious")
     with pytest.raises(TierUnusable, match="another program"):
         open_disk(tmp_path)
     with lmdb.open(str(tmp_path / "index.mdb"), subdir=False) as env, env.begin() as txn:
-        assert txn.get(b"theirs") == b"precious"
+        assert txn.get(name) == b"precious"
 
 
 @pytest.mark.parametrize(("free", "kind"), [(3, TierFull), (1 << 20, TierUnavailable)])
@@ -114,10 +151,7 @@ def test_a_write_that_a_full_file_system_took_in_part_is_no_error_of_the_device(
 
 @pytest.mark.fault
 def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.disk.folder import open_folders
-    from tiers.disk.index.index import Index
-
-    monkeypatch.setattr(open_folders, "Index", partial(Index, map_bytes=20 * LMDB_PAGE))
+    monkeypatch.setattr("tiers.disk.index.index.MAP_BYTES", 20 * LMDB_PAGE)
     with opened(tmp_path, slots=3000) as store:
         with pytest.raises(TierFull):
             for n in range(600 * LMDB_PAGE // 4096):

@@ -144,7 +144,8 @@ def _open_files(
         # may have written.
         owner = Owner(folder.owners, access.synced)
         undo.callback(owner.leave, clean=True)
-        index = Index(folder.index, access.synced, lasting=access.durability == "sync")
+        is_ours = bool(owners.alive or owners.dead)
+        index = Index(folder.index, access.synced, access.durability == "sync", is_ours)
         undo.callback(index.close)
         slabs = Slabs(folder.path, direct)
         undo.callback(slabs.close)

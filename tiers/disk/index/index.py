@@ -115,7 +115,8 @@ _LOCK_BYTES = (_MAX_READERS + 64) * 64
 _LOOKED_THROUGH = 1 << 14
 """Rows that a search for the blocks used last looks at, at most: 10 ms."""
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "changes", "meta")
-_FORMAT = f"kvtiers index {INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
+_OURS = b"kvtiers index "
+_FORMAT = _OURS + f"{INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
 
 logger = logging.getLogger(__name__)
 
@@ -148,14 +149,15 @@ class Index:
     """One open LMDB environment. LMDB allows one per file and process: see `open_folders`.
 
     `synced`: after a power cut the index is as one of the last two commits left it. `lasting`: as
-    the last one left it, for which each commit syncs twice.
+    the last one left it, for which each commit syncs twice. `is_ours`: processes of ours left it
+    or have it open, so one that looks like another program's is damaged.
 
     Its methods raise LMDB's errors; the constructor also Damaged, OSError, and TierUnusable for an
     index of another format.
     """
 
     def __init__(
-        self, path: Path, synced: bool = False, lasting: bool = False, map_bytes: int = MAP_BYTES
+        self, path: Path, synced: bool = False, lasting: bool = False, is_ours: bool = False
     ) -> None:
         self._path = path
         self._pages = 0
@@ -175,7 +177,7 @@ class Index:
             lmdb.open,
             str(path),
             subdir=False,
-            map_size=map_bytes,
+            map_size=MAP_BYTES,
             mode=0o600,
             sync=synced,
             metasync=lasting,
@@ -190,7 +192,7 @@ class Index:
             self._require_whole_file()
             self._hold()
             self.keep_pages()
-            self._require_format()
+            self._require_format(is_ours)
             self._open_tables()
             undo.pop_all()
 
@@ -222,14 +224,16 @@ class Index:
         if self._keeps_all:
             self._map.hold(size)
 
-    def _require_format(self) -> None:
-        found = b"of another program"
-        with self.begin(write=True) as txn, suppress(lmdb.NotFoundError):
+    def _require_format(self, is_ours: bool) -> None:
+        found, no_table = b"of another program", (lmdb.NotFoundError, lmdb.IncompatibleError)
+        with self.begin(write=True) as txn, suppress(*no_table):
             fresh = self._env.stat()["entries"] == 0
             meta = self._env.open_db(b"meta", txn, create=fresh)
             if fresh:
                 txn.put(b"format", _FORMAT, db=meta)
             found = txn.get(b"format", b"unknown", db=meta)
+        if is_ours and not found.startswith(_OURS):
+            raise Damaged(f"{self._path}: the index is damaged: it has no format")
         if found != _FORMAT:
             raise TierUnusable(
                 f"{self._path} has the format {found.decode(errors='replace')!r}, this version "
