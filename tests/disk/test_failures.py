@@ -30,6 +30,7 @@ from tests.disk.audit import (
     open_disk,
     opened,
     put,
+    run_code,
     run_mounted,
 )
 from tests.support.clock import wait_for
@@ -194,6 +195,33 @@ store.close()
 def test_a_device_that_goes_ends_no_process(tmp_path: Path, kind: str) -> None:
     """Though it takes pages with it that are mapped as memory, and XFS lets nobody write to one."""
     run_mounted(image_made(tmp_path, kind, "320M"), GOES, tmp_path)
+
+
+LIMITED = """
+import io, logging, mmap, resource
+from tiers.disk.index.mapped import Mapped
+page = mmap.PAGESIZE
+with open(path / "file", "w+b") as file:
+    file.truncate(100 * page)
+    memory = mmap.mmap(file.fileno(), 0)
+said = io.StringIO()
+logging.getLogger("tiers").addHandler(logging.StreamHandler(said))
+logging.getLogger("tiers").setLevel(logging.INFO)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (45 * page, 45 * page))
+if os.geteuid() == 0:
+    os.setuid(65534)  # who may lock any amount is under no limit
+mapped, found = Mapped(path / "file"), []
+for pages in (3, 80, 80, 90):
+    mapped.hold(pages * page)
+    (row,) = re.findall("^VmLck:\\s+([0-9]+) kB$", Path("/proc/self/status").read_text(), re.M)
+    found.append(int(row) * 1024 // page)
+assert found == [3, 45, 45, 45], found
+assert said.getvalue().count("RLIMIT_MEMLOCK") == 1, said.getvalue()
+"""
+
+
+def test_of_memory_that_may_not_all_be_locked_a_part_is(tmp_path: Path) -> None:
+    run_code(LIMITED, tmp_path)
 
 
 @contextmanager

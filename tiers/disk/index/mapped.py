@@ -4,11 +4,14 @@ who touches one that it has to read first (SIGBUS)."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import re
 import resource
 from pathlib import Path
+
+from spec.fields import format_size
 
 _IPC_LOCK = 14
 """Of `linux/capability.h`: who has it locks any amount."""
@@ -16,12 +19,14 @@ _IPC_LOCK = 14
 _mlock = ctypes.CDLL(None).mlock
 _mlock.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 
+logger = logging.getLogger(__name__)
+
 
 class Mapped:
     """Where this process has a file mapped, which it has once and for as long as this is used."""
 
     def __init__(self, path: Path) -> None:
-        name = os.path.realpath(path)
+        self._name = name = os.path.realpath(path)
         rows = (row.split(maxsplit=5) for row in Path("/proc/self/maps").read_text().splitlines())
         ends = [row[0].split("-") for row in rows if row[-1] == name]
         self._start = int(ends[0][0], 16) if ends else 0
@@ -32,9 +37,19 @@ class Mapped:
         """Keep the first so many bytes in memory from now on, as far as this process may lock any
         (RLIMIT_MEMLOCK)."""
         end = min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, self._length)
-        if end > self._held:
-            _mlock(self._start + self._held, end - self._held)
-            self._held = end
+        held, step = self._held, end - self._held
+        while held < end:
+            step = min(step, end - held)
+            # Without a limit it is a page that can't be read: it is locked when it can.
+            if _mlock(self._start + held, step) == 0 or lockable() is None:
+                held += step
+            elif step > mmap.PAGESIZE:  # of what is too much the kernel locks nothing
+                step = step // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+            else:
+                end = self._length = held  # it is not tried again
+                line = "%s: only %s may be locked in memory (RLIMIT_MEMLOCK), see kvtiers doctor"
+                logger.info(line, self._name, format_size(held))
+        self._held = held
 
 
 def lockable() -> int | None:
