@@ -19,7 +19,7 @@ from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index.edit import Entry, index_key, key_digest
 from tiers.disk.index.index import UNREADABLE
-from tiers.disk.slab import DEFAULT_ACCESS
+from tiers.disk.slab import DEFAULT_ACCESS, Access
 from tiers.errors import RecordError, TierUnusable
 from tiers.host.scratch import Scratch
 from tiers.paths import found_at
@@ -47,8 +47,8 @@ class DiskRecords:
     """`StoredRecords` of a folder, which is opened as an engine opens it, when it is first asked
     for records. A folder that an engine would empty stays, and is refused. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        self._folder = Folder(path)
+    def __init__(self, path: Path, access: Access = DEFAULT_ACCESS) -> None:
+        self._folder, self._access = Folder(path), access
         self._opened: OpenFolder | None = None
         self._scratch: dict[int, Scratch] = {}
 
@@ -56,7 +56,7 @@ class DiskRecords:
         if self._opened is None:
             if found_at(self._folder.index) is None:
                 raise TierUnusable(f"{self._folder.path}: found no tier there; nothing is stored")
-            self._opened = open_folders.acquire(self._folder.path, None, DEFAULT_ACCESS)
+            self._opened = open_folders.acquire(self._folder.path, None, self._access)
         return self._opened
 
     def listed(self) -> Iterator[Sequence[StoredRecord]]:

@@ -172,14 +172,32 @@ def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> N
         audit(store)
 
 
+def reboot(folder: Path) -> None:
+    """Let what killed processes have left in a tier be of an earlier boot of this machine."""
+    boot = "0" * 8 + "-0000-0000-0000-" + "0" * 12
+    for owner in (folder / "owners").iterdir():
+        owner.rename(owner.with_name(f"{boot}.{owner.name.partition('.')[2]}"))
+
+
+@pytest.mark.fault
+def test_a_reboot_after_the_last_one_closed_keeps_the_tier(tmp_path: Path) -> None:
+    """Another had been killed by then: a tool whose session ended, or a rank that did not stop."""
+    with opened(tmp_path) as store:
+        child = started("reserve", tmp_path)
+        child.kill()
+        assert put(store, keys(0)) == [True]
+    reboot(tmp_path)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+        audit(store)
+
+
 @pytest.mark.fault
 def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
     child = started("churn", tmp_path, 1, 10**9)
     time.sleep(0.1)
     child.kill()
-    (owner,) = (tmp_path / "owners").iterdir()
-    boot = "0" * 8 + "-0000-0000-0000-" + "0" * 12
-    owner.rename(owner.with_name(f"{boot}.{owner.name.partition('.')[2]}"))
+    reboot(tmp_path)
     with opened(tmp_path, slots=16) as store:
         assert store.usage().blocks == store.usage().used == 0
         put(store, keys(0))
