@@ -246,11 +246,16 @@ def test_a_prefix_is_put_together_once_for_a_request_that_waits(
     assert (chain.choose().tokens, len(made) > count) == (512, True), "a tier has less now"
 
 
-def test_a_tier_that_looks_a_long_prompt_up_by_and_by_is_asked_again() -> None:
+def test_a_tier_that_looks_a_long_prompt_up_by_and_by_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its version is the same meanwhile."""
     chain = Chain(ours(512), ours(None))
     chain.children[1].version = lambda state: 1
     assert chain.choose().tokens is None
+    monkeypatch.setattr(chooser, "stitched", None)
+    assert [chain.choose().tokens for _ in range(3)] == [None] * 3, "nothing is put together anew"
+    monkeypatch.undo()
     chain.children[1].tokens = TOKENS
     assert chain.choose().tokens == TOKENS
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any, ClassVar
 
 import pytest
@@ -16,15 +16,17 @@ from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from tests.support.clock import Clock, wait_for
 from tests.support.kept import kept
-from tests.support.lookups import IndexedNames, Names
+from tests.support.lookups import IndexedNames, Names, look_up
 from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.policy.choice import Choice
+from tiers.connector.policy.request_state import RequestState
 from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.contract.block_groups import GROUP_BYTES
-from tiers.contract.engine_info import EngineInfo
+from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import (
     JobResult,
@@ -69,6 +71,7 @@ class Halves:
         load: LoadPolicy = "stitched",
         in_flight: int = 1 << 20,
         opens: bool = True,
+        groups: tuple[KVGroup, ...] = (),
     ) -> None:
         """`in_flight`: blocks that the index takes at once. `opens`: now, else by `open`."""
         self.clock, self.index = Clock(100.0), IndexedNames()
@@ -84,7 +87,8 @@ class Halves:
                 IndexSpec(type="index", name="index", max_inflight=most).over(self.index),
             ),
         )
-        engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
+        facts: dict[str, Any] = {"world_size": RANKS, "caches_prefixes": False, "groups": groups}
+        engine = EngineInfo({}, TOKENS, TOKENS, 1, **facts)
         self.chain = MultiScheduler(*scheduler_parts(spec, engine, self.clock))
         MADE.append(self)
         self.asks = 0
@@ -95,6 +99,9 @@ class Halves:
         """The workers tell of themselves."""
         shakes = {rank: WorkerHandshake(rank, SPACES[rank], PAYLOAD) for rank in range(RANKS)}
         self.hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
+        index: Any = self.chain.children[1]
+        # Else it would hold questions back: most tests ask more at once than an engine does.
+        index.manager.pace = LookupPace(RANKS, count().__next__)
 
     def hear(self, said: Sequence[OffloadingWorkerMetadata]) -> None:
         self.chain.update_connector_output(Output(MultiWorkerMetadata(tuple(said))))
@@ -190,6 +197,74 @@ def test_what_others_evict_is_noticed_within_seconds_and_a_few_lookups_a_step() 
         asked = max(asked, halves.index.asked)
     assert found == 120
     assert 0 < asked <= 256, "0.04 seconds of 6,400 names a second"
+
+
+def test_all_that_wait_share_what_a_step_compares_and_each_has_its_turn() -> None:
+    index, clock = IndexedNames(), Clock(5.0)
+    manager = StoreManager(Guarded(index, "tier"), SPACES, Generation(), clock)
+    manager.pace = LookupPace(RANKS, count().__next__)
+    prompts = [[b"%2d %3d" % (number, block) for block in range(100)] for number in range(20)]
+    index.names = {space + key for space in SPACES for keys in prompts for key in keys}
+    waiting = [(Lookup(), keys) for keys in prompts]
+
+    def ask() -> list[bool]:
+        """Of which prompts the tier has all."""
+        return [all(manager.coverage(*one, range(100)) or ()) for one in waiting]
+
+    assert ask() == [True] * 20
+    index.names = {name for name in index.names if not name.endswith(b"99")}
+    noticed, step = [20], 0.02 * StoreManager.CHECKS
+    for _ in range(int(20 * 100 * RANKS / step) + 5):
+        index.asked, clock.now = 0, clock.now + 0.02
+        noticed.append(sum(ask()))
+        assert index.asked <= step + StoreManager.CHECKED_AT_ONCE
+    assert noticed[-1] == 0 and noticed == sorted(noticed, reverse=True)
+    assert noticed[2] == 19, "the first of the queue begins soonest"
+    manager.close()
+
+
+class InGroups(Prompt):
+    """A prompt of an engine with two KV cache groups."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self._table, self._table
+
+
+def test_nobody_is_asked_about_in_a_step_behind_one_that_has_no_room_to_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room for its load is what it waits for, and those behind it would find none either."""
+    groups = (KVGroup(TOKENS), KVGroup(TOKENS, 2 * TOKENS))
+    halves, free = Halves(cpu_blocks=2 * BLOCKS, groups=groups), 0
+    chain = halves.chain
+    chain._room.free_blocks = lambda: free
+    monkeypatch.setattr(halves.index, "peek", lambda keys: [True] * len(keys))
+    asked, choose = list[str](), chain._chooser.choose
+
+    def choosing(request_state: RequestState, *more: Any) -> Choice:
+        asked.append(request_state.request.request_id)
+        return choose(request_state, *more)
+
+    monkeypatch.setattr(chain._chooser, "choose", choosing)
+    loading, *waiting = (InGroups(number, BLOCKS) for number in range(6))
+
+    def step(*more: Prompt) -> list[int | None]:
+        chain.build_connector_meta(Step([], {}))
+        asked.clear()
+        return [chain.get_num_new_matched_tokens(one, 0)[0] for one in (*waiting, *more)]
+
+    tokens = BLOCKS * TOKENS
+    assert step() == [tokens] * 5
+    chain.get_num_new_matched_tokens(loading, 0)
+    chain.update_state_after_alloc(loading, loading, tokens)
+    assert step() == [None] * 5 and len(asked) == 5
+    for _ in range(3):
+        assert step() == [None] * 5 and asked == ["1.0"]
+    monkeypatch.setattr(halves.index, "peek", lambda keys: [False] * len(keys))
+    assert step(InGroups(9, BLOCKS))[-1] == 0, "who has nothing to load needs no room for it"
+    monkeypatch.setattr(halves.index, "peek", lambda keys: [True] * len(keys))
+    free = 10**6
+    assert step() == [tokens] * 5 and asked == [one.request_id for one in waiting]
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)
@@ -752,6 +827,32 @@ def test_many_long_prompts_together_are_given_no_more_of_a_step() -> None:
         answers = [manager.coverage(one, keys, range(len(keys))) for one in waiting]
         assert 0 < index.asked <= LookupPace.AT_ONCE + len(waiting) * 0.1 * StoreManager.CHECKS
     assert answers.count(None) == 19, "each takes three steps"
+    manager.close()
+
+
+def test_a_burst_of_short_questions_is_answered_over_several_steps_the_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They wait as those of long prompts do, and both together take no step longer."""
+    monkeypatch.setattr(StoreManager, "CHECKS", 0.0)
+    index, clock = IndexedNames(), Clock(5.0)
+    manager = StoreManager(Guarded(index, "tier"), SPACES, Generation(), clock)
+    manager.pace = LookupPace(RANKS, clock)
+    sizes = [[1024, 60, 8192][number % 3] for number in range(60)]
+    prompts = [[b"%3d %5d" % (n, block) for block in range(size)] for n, size in enumerate(sizes)]
+    index.names = {space + key for space in SPACES for keys in prompts for key in keys}
+    waiting = {number: Lookup() for number in range(60)}
+    most = LookupPace.AT_ONCE * (1 + LookupPace.OF_SHORT) + LookupPace.FEW
+    served: list[int] = []
+    while waiting:
+        index.asked, clock.now = 0, clock.now + 0.02
+        for number, lookup in [*waiting.items()]:
+            if (found := look_up(manager, prompts[number], lookup)) is not None:
+                assert found == sizes[number]
+                served.append(number)
+                del waiting[number]
+        assert 0 < index.asked / RANKS * (RANKS + LookupPace.OF_A_BLOCK) <= most
+    assert [n for n in served if sizes[n] == 8192] == [*range(2, 60, 3)]
     manager.close()
 
 

@@ -188,7 +188,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
             notes.gives_up()
+        elif request_state.lacks_room and self._room.is_short:
+            choice = PENDING  # it is behind one that has no room, and would find none
         else:
+            request_state.lacks_room = False
             choice = self._chooser.choose(request_state, num_computed_tokens, notes)
             if choice.tokens is None:
                 request_state.wait_budget.looks()
@@ -203,6 +206,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                     notes.joins(loader.request.request_id if loader else "")
                 elif choice.is_async and not self._room.fits(request_state, end):
                     choice = PENDING
+                    request_state.lacks_room = True
                     notes.joins(self._room.first)
         request_state.choice = choice._replace(computed=num_computed_tokens)
         request_state.is_undecided = True

@@ -31,8 +31,8 @@ class _Question(NamedTuple):
     """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
 
     `asked`: answers of other connectors so far. `notes`: hear of all answers. `looking`: our tiers
-    that have no answer yet. `waits`: whether the policy waits for those that look, or takes them to
-    have nothing. `but`: children that may not load.
+    that have no answer yet, and for which blocks. `waits`: whether the policy waits for those that
+    look, or takes them to have nothing. `but`: children that may not load.
     """
 
     request_state: RequestState
@@ -40,7 +40,7 @@ class _Question(NamedTuple):
     loadable: int
     asked: dict[int, tuple[int | None, bool]]
     notes: Attempt
-    looking: set[int]
+    looking: dict[int, range]
     waits: bool
     but: Collection[int] = ()
 
@@ -177,7 +177,7 @@ class Chooser:
         loadable = loadable if limit is None else min(loadable, limit)
         loadable -= loadable % self._block_tokens
         waits = self._comparison.token_seconds is None
-        return _Question(request_state, num_computed_tokens, loadable, {}, notes, set(), waits)
+        return _Question(request_state, num_computed_tokens, loadable, {}, notes, {}, waits)
 
     @staticmethod
     def _forget(request_state: RequestState, versions: Hashable) -> None:
@@ -229,7 +229,7 @@ class Chooser:
             max(0, self._waiting - (not request_state.has_begun)),
         )
         verdict = comparison.choose(partial(self._propose, question, planned), wish)
-        for child in comparison.meters.keys() - question.looking:
+        for child in comparison.meters.keys() - question.looking.keys():
             self._waits.answered(child, request_state)
         others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
@@ -380,17 +380,17 @@ class Chooser:
 
     def _stitch_of(self, loaders: Sequence[int], question: _Question, blocks: range) -> Stitch:
         """What these have together, put together once for a request that waits while nothing
-        changes: of long prompts it costs a step a millisecond."""
+        changes: of long prompts it costs a step a millisecond. Those that look are asked again."""
         known, asked = question.request_state.stitches, (tuple(loaders), blocks)
-        found = known.get(asked)
-        if found is None:
+        found, looking = known.get(asked, (None, {}))
+        if found is None or any(self._held(i, question, looking[i]) is not None for i in looking):
             coverage = self._coverage_of(loaders, question)
             found = stitched(coverage, blocks, self._window)
             found = self._cut_before_media(found, coverage, question, blocks.start)
             # The longest: others' prompts may still be stored while it waits.
             question.request_state.junction = max(question.request_state.junction, found.body)
-            if not question.looking:
-                known[asked] = found
+            looking = {i: some for i, some in question.looking.items() if i in loaders}
+            known[asked] = found, looking
         return found
 
     def _cut_before_media(
@@ -422,7 +422,7 @@ class Chooser:
         )
         found = coverage(blocks)
         if found is None:
-            question.looking.add(index)
+            question.looking[index] = blocks
         else:
             question.request_state.held[index, blocks.start] = found
         return found

@@ -38,20 +38,21 @@ class LoadRoom:
         """Blocks that the engine has free, those included that it would evict; None: not known."""
         self.used: list[LoadingRequest] = []
         """In the order in which they began."""
-        self._is_short = False
+        self.is_short = False
+        """Whether one found no room in this step, so that none behind it does."""
 
     def step_begins(self) -> None:
         """All may ask again, in the engine's order."""
-        self._is_short = False
+        self.is_short = False
 
     def fits(self, loading: LoadingRequest, end: int) -> bool:
         """Whether a request may load what it has not computed of its first `end` tokens. Where it
         may not, none behind it may before the next step: else they might pass it for ever."""
-        if self.has_windows and self.used and self.free_blocks and not self._is_short:
+        if self.has_windows and self.used and self.free_blocks and not self.is_short:
             own = self._next_step(loading, end)
             steps = max(own, *(one.next_step for one in self.used))
-            self._is_short = self.free_blocks() < self._held(end) + steps
-        return not self.used or not self._is_short
+            self.is_short = self.free_blocks() < self._held(end) + steps
+        return not self.used or not self.is_short
 
     def begins(self, loading: LoadingRequest, end: int) -> None:
         """The engine has given it the blocks of its first `end` tokens, into which tiers load."""

@@ -56,14 +56,15 @@ class RequestState:
     came after some of its blocks were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
-    `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, valid while
-    `versions` are unchanged. `foreign_loaders`: the engine's own connectors that load it; `failed`:
-    those that left it nothing. `load`, `awaits`: see `LoadSharing`. `next_step`: blocks that
-    it needs behind what it loads, until that step runs (see `LoadRoom`). `prompt_tokens`: known
-    before it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps of it, by the tier
-    itself. `cached`: tokens of its prompt that each tier loaded. `waits`: the tiers that could not
-    take some of its blocks, which they are offered again. `in_vain`: tiers loaded it, and that
-    brought nothing.
+    `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, each with what tiers
+    look for yet, valid while `versions` are unchanged. `foreign_loaders`: the engine's own
+    connectors that load it; `failed`: those that left it nothing. `load`, `awaits`: see
+    `LoadSharing`. `next_step`: blocks that it needs behind what it loads, until that step runs (see
+    `LoadRoom`). `lacks_room`: whether it found a load when the tiers were asked last, and no room.
+    `prompt_tokens`: known before it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps
+    of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded. `waits`: the
+    tiers that could not take some of its blocks, which they are offered again. `in_vain`: tiers
+    loaded it, and that brought nothing.
     """
 
     request: Request
@@ -86,7 +87,9 @@ class RequestState:
     choice: Choice = NO_LOAD
     versions: Hashable = None
     held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-    stitches: dict[tuple[Sequence[int], range], Stitch] = field(default_factory=dict)
+    stitches: dict[tuple[Sequence[int], range], tuple[Stitch, Mapping[int, range]]] = field(
+        default_factory=dict
+    )
     is_undecided: bool = False
     has_begun: bool = False
     foreign_loaders: set[int] = field(default_factory=set)
@@ -94,6 +97,7 @@ class RequestState:
     load: Sequence[bytes] = ()
     awaits: RequestState | None = None
     next_step: int = 0
+    lacks_room: bool = False
     prompt_tokens: int = 0
     looking: dict[int, float] = field(default_factory=dict)
     tiers: dict[object, Any] = field(default_factory=dict)

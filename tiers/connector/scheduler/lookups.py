@@ -119,18 +119,22 @@ class Lookup:
 
     A request that waits for room is asked about in every step. So what a tier in memory answers is
     kept, and corrected by what changes: a step costs as much as it changes, however long the prompt
-    is. `version` changes with the answers. `checked`: when some were last compared with the tier.
-    `asked`: the question to a store behind a network, whose answer is good `until` then.
+    is. `version` changes with the answers. `asked`: the question to a store behind a network, whose
+    answer is good `until` then.
     """
+
+    LAP_SECONDS = 1.0
+    """Seconds after which a request's answers are compared anew, so that those behind it have their
+    turn."""
 
     def __init__(self) -> None:
         self.timer = LookupTimer()
         self.version = 0
-        self.checked = 0.0
         self.asked: AskedKeys | None = None
         self.until = math.inf
         self._is_noted = False
         self._first = self._next = self._seen = 0
+        self._lap = -math.inf
         self._held: list[bool] = []
         self._numbers: dict[bytes, int] = {}
 
@@ -181,12 +185,16 @@ class Lookup:
             if number is not None:
                 self._correct(number, held)
 
-    def to_check(self, count: int) -> range:
-        """The next numbers, `count` at most, whose answers are to be compared with the tier."""
+    def to_check(self, count: int, now: float) -> range:
+        """The next numbers, `count` at most, whose answers are to be compared with the tier: all in
+        a lap, and no more of them until `LAP_SECONDS` after it began."""
         stop = self._first + len(self._held)
-        begins = count >= len(self._held) or self._next >= stop
-        start = self._first if begins else self._next
-        self._next = min(start + count, stop)
+        ends = count >= len(self._held) or self._next >= stop
+        if ends and now >= self._lap + self.LAP_SECONDS:
+            self._next = self._first
+        start, self._next = self._next, min(self._next + count, stop)
+        if start == self._first:
+            self._lap = now
         return range(start, self._next)
 
     def correct(self, numbers: range, held: Sequence[bool]) -> None:
@@ -228,7 +236,7 @@ class LookupPace:
     A name costs that thread 0.2 to 0.4 us, and its block another microsecond, so that a long prompt
     would hold up all requests that decode. It is looked up over several steps instead, while it
     waits for its turn; and so is what a hint is about. A short question costs a step little, and is
-    not held back by those of others.
+    not held back by long ones; of many together each waits for those before it.
     """
 
     OF_A_BLOCK = 3
@@ -238,8 +246,10 @@ class LookupPace:
     A_SECOND = 1_600_000.0
     """For each second that is not spent on such a question: half of the thread's time or less, so
     that an idle engine answers about as soon."""
-    FEW = 4096
-    """Names of a question that is never held back."""
+    FEW = 2048
+    """Names of a short question."""
+    OF_SHORT = 0.25
+    """What short questions may take beside the others, as a part of that."""
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
@@ -247,25 +257,30 @@ class LookupPace:
         self._names = ranks + self.OF_A_BLOCK
         self._clock = clock
         self._left, self._at = float(self.AT_ONCE), clock()
+        self._left_of_short = self._left * self.OF_SHORT
 
     def is_short(self, blocks: int) -> bool:
-        """Whether a question about `blocks` is never held back."""
+        """Whether a question about `blocks` is not held back by long ones."""
         return blocks * self._names <= self.FEW
 
     @property
     def is_spent(self) -> bool:
-        """Whether the last look-up used all that was left."""
-        return self._left <= 0
+        """Whether a short question would have to wait."""
+        return self._left_of_short <= 0
 
     def take(self, blocks: int) -> int:
         """How many of `blocks` are looked up now."""
         now = self._clock()
-        self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
-        self._at = now
-        if not self.is_short(blocks):
-            # Not a few names for each that waits: a call costs as much as a hundred.
-            may = int(self._left) if self._left >= self.FEW else 0
-            blocks = min(blocks, may // self._names)
+        more, self._at = (now - self._at) * self.A_SECOND, now
+        self._left = min(self._left + more, self.AT_ONCE)
+        short = self._left_of_short + more * self.OF_SHORT
+        self._left_of_short = min(short, self.AT_ONCE * self.OF_SHORT)
+        if self.is_short(blocks) and not self.is_spent:
+            self._left_of_short -= blocks * self._names
+            return blocks
+        # Not a few names for each that waits: a call costs as much as a hundred.
+        may = int(self._left) if self._left >= self.FEW else 0
+        blocks = min(blocks, may // self._names)
         self._left -= blocks * self._names
         return blocks
 

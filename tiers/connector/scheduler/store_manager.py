@@ -116,9 +116,10 @@ class StoreManager(TierManager):
     LOOKUP_LIFETIME = 0.5
     """Seconds that an answer of a store behind a network holds while its request waits to run."""
     CHECKS = 6_400.0
-    """Names a second whose answers are compared with an index again while their request waits: 1%
-    of the thread's time. A prompt of 128k tokens on eight ranks takes ten seconds, on one little
-    more than one. What others evict meanwhile is missed by the load, and computed."""
+    """Names a second whose answers are compared with an index again while their requests wait: 1%
+    of the thread's time, for all of them; those that the engine asks about first come first. A
+    prompt of 128k tokens on eight ranks takes ten seconds, on one little more than one. What others
+    evict meanwhile is missed by the load, and computed."""
     CHECKED_AT_ONCE = 64
     """Names, at least: a call costs as much as 50 of them, and a decision makes several."""
 
@@ -142,6 +143,8 @@ class StoreManager(TierManager):
         self._clearing = Clearing(store, namespaces)
         self._parts = RankKeys(store, namespaces, generation)
         self.pace = LookupPace(len(namespaces))
+        self._checks, self._checked = 0.0, clock()
+        """Names that may be compared now, as of when they were counted."""
         self._generation = generation
         self._clock = clock
         self._changes = Changes()
@@ -243,13 +246,14 @@ class StoreManager(TierManager):
         if lookup.asked is not None:
             # Asked while the index was made, and answered for a moment only; nothing corrects it.
             lookup.renew()
-        now = self._clock()
         lookup.follow(self._changes, keys)
-        count = int((now - lookup.checked) * self.CHECKS / len(self._parts))
-        if count * len(self._parts) < self.CHECKED_AT_ONCE:
+        now, before = self._clock(), self._checked
+        self._checks = min(self._checks + (now - before) * self.CHECKS, self.CHECKS)
+        self._checked = now
+        if self._checks < self.CHECKED_AT_ONCE:
             return
-        lookup.checked = now
-        if some := lookup.to_check(count):
+        if some := lookup.to_check(int(self._checks) // len(self._parts), now):
+            self._checks -= len(some) * len(self._parts)
             held = self._parts.peek(index, keys[some.start : some.stop])
             lookup.correct(some, held)
 
