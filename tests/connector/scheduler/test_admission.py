@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from bench.scheduled import Step
+from spec.chain import TenantSpec
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.request_state import RequestTable
@@ -268,3 +270,14 @@ def test_a_tier_begins_with_the_blocks_of_two_steps(clock: Clock) -> None:
     disk = DiskSpec.model_validate({"capacity": "1GiB", "path": "/nowhere"})
     admission = Admission(disk, clock, step_blocks=512)
     assert admission.most_inflight(5 << 20, 100_000) == 1024
+
+
+def test_the_oldest_of_a_tenant_are_beyond_its_quota_and_found_at_once() -> None:
+    tenants = Tenants("tier", {"small": TenantSpec(quota=3)})
+    for key in (b"a", b"b", b"c", b"a", b"d", b"e"):
+        tenants.keeps("small", key)
+    assert tenants.beyond("small", 1) == [b"b", b"c"]
+    # The first of a plain dict is found only behind all that were removed before it: 0.3 ms for
+    # each block that comes, of a tenant with half a million.
+    assert isinstance(tenants._kept["small"], OrderedDict)
+    assert [*tenants._kept["small"]] == [b"a", b"d", b"e"]

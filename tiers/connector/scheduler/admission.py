@@ -272,7 +272,8 @@ class Tenants:
         self._tier = tier
         self._rules = rules
         self._max_retained = max_retained
-        self._kept: defaultdict[str, dict[bytes, None]] = defaultdict(dict)
+        # Not of plain dicts, as above.
+        self._kept: defaultdict[str, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._owner: dict[bytes, str] = {}
 
     def follow(self, rules: Mapping[str, TenantSpec], max_retained: float) -> None:
@@ -299,8 +300,8 @@ class Tenants:
         """The tier has taken a block of a tenant with a quota. Called at once: the next block of
         the same job may take its room."""
         kept = self._kept[tenant]
-        kept.pop(key, None)
         kept[key] = None
+        kept.move_to_end(key)
         self._owner[key] = tenant
 
     def beyond(self, tenant: str, block_bytes: int) -> list[bytes]:
