@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from operator import ne
 
 from spec.policies import EvictionPolicy
@@ -27,8 +27,9 @@ class SlotQueues:
         """The queue of each slot; for reading."""
         # Behind the slots' entries one for each queue: what follows it is the queue's first slot.
         self._ends = num_slots - 1
-        self._after = array("q", range(num_slots + queues))
-        self._before = array("q", range(num_slots + queues))
+        self._after = array("q", bytes(8 * num_slots))
+        self._after.extend(range(num_slots, num_slots + queues))
+        self._before = self._after[:]
         self._lengths = [0] * (queues + 1)
 
     def append(self, slot: int, queue: int) -> None:
@@ -143,7 +144,9 @@ class SlotResidency:
         self._max_slots = max_slots
         self._policy = policy
         self._skipped, self._overdue = policy.queues + 1, policy.queues + 2
-        self._queues = SlotQueues(pool.num_slots, policy.queues + 2)
+        self._queues = SlotQueues(pool.num_slots, self._overdue)
+        self._outdated: Iterator[int] = iter(())
+        """Slots of no queue that are to be given back."""
         pool.add_evictor(self.evict_one, self._idle)
 
     def warning(self) -> str:
@@ -216,12 +219,26 @@ class SlotResidency:
 
     def clear(self) -> list[bytes]:
         """Stop keeping any block; a slot that is being copied is freed by its last user."""
-        keys = [key for slot in self._queues.slots() if (key := self._pool.key(slot)) is not None]
-        for key in keys:
-            self.discard(key)
+        keys = [*self.outdate()]
+        while self._give_back():
+            pass
         return keys
 
+    def outdate(self) -> Iterator[bytes]:
+        old, self._queues = self._queues, SlotQueues(self._pool.num_slots, self._overdue)
+        self._outdated = chain(self._outdated, old.slots())
+        return filter(None, map(self._pool.key, old.slots()))
+
+    def _give_back(self) -> bool:
+        """Give the next slot of an outdated block back, if there is any."""
+        slot = next(self._outdated, None)
+        if slot is not None:
+            self._pool.release(slot)
+        return slot is not None
+
     def evict_one(self) -> bool:
+        if self._give_back():
+            return True
         victim = self._victim()
         if victim is None:
             return False
@@ -234,8 +251,11 @@ class SlotResidency:
         self._queues.grow(self._pool.num_slots)
 
     def trim(self, most: int) -> int:
-        too_many = min(most, len(self) - self._max_slots)
-        return sum(1 for _ in takewhile(bool, (self.evict_one() for _ in range(too_many))))
+        gone = (
+            self._give_back() or (len(self) > self._max_slots and self.evict_one())
+            for _ in range(most)
+        )
+        return sum(1 for _ in takewhile(bool, gone))
 
     def move(self, slot: int, target: int) -> None:
         self._queues.replace(slot, target)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 ALIGNMENT = 4096
@@ -295,14 +295,20 @@ class Residency(Protocol):
 
 @runtime_checkable
 class Resizes(Protocol):
-    """Capability: a host tier keeps more or fewer blocks from now on. Of trusted tiers alone."""
+    """Capability: a host tier keeps more or fewer blocks from now on, and gives back those that it
+    does not keep a few at a time. Of trusted tiers alone."""
 
     def resize(self, max_slots: int) -> None:
         """Keep `max_slots` blocks at most, in slots below `pool.num_slots`, which may have grown;
         `trim` evicts those beyond it."""
 
+    def outdate(self) -> Iterator[bytes]:
+        """As `clear`, of blocks that nobody will ask for again: their slots are given back by
+        `trim`, or where others need them. Returns the keys, which are there until then."""
+
     def trim(self, most: int) -> int:
-        """Evict blocks that are too many, `most` at most; return how many were evicted."""
+        """Give back slots of outdated blocks, and evict blocks that are too many, `most` at most;
+        return how many there were."""
 
     def move(self, slot: int, target: int) -> None:
         """The block in `slot` lies in `target` now, with all references of the tier, and keeps its

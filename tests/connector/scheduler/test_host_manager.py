@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from tests.host.test_slots import PoolAndTier
 from tiers.connector.scheduler.host_manager import TRIMMED, HostManager
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.contract.messages import SlotMove
 from tiers.cpu.eviction import LruEviction
 from tiers.cpu.residency import SlotResidency
@@ -232,9 +233,35 @@ def test_a_reset_while_a_block_moves_leaves_nothing() -> None:
     pool.resize(1)
     manager.resize(0, 1)
     moves = manager.shrink(64)
-    assert manager.reset() == [key(1)]
+    assert [*manager.reset()] == [key(1)]
     manager.moved(moves, ())
+    manager.shrink(64)
     assert pool.in_use == 0 and pool.find_all([key(1)]) == [None]
+
+
+def test_a_reset_gives_slots_back_a_few_in_a_step_or_where_one_is_needed() -> None:
+    """Of a million at once it would hold up the engine for a second."""
+    pool, evicted, blocks = SlotPool(1000), list[bytes](), 1000
+    manager = filled(pool, blocks)
+    manager._on_evict = evicted.append
+    (loading,) = manager.prepare_load([key(5)])
+    assert {*manager.reset()} == {*map(key, range(blocks))}
+    assert pool.in_use == blocks, "none is given back in this call"
+    assert manager.slots_kept() == 0 and not [*manager.reset()]
+    assert manager.coverage(Lookup(), [key(7)], range(1)) == [False]
+    manager.discard(key(7))
+    assert pool.claim(b"new") == (0, True), "the first gives its slot"
+    manager.complete_store(b"new", 0, stored=True, before=None)
+    pool.release(0)
+    in_use = []
+    for _ in range(4):
+        manager.shrink(64)
+        assert not manager.is_shrinking, "no engine that idles makes steps for it"
+        in_use.append(pool.in_use)
+    assert in_use == [745, 489, 233, 2], f"{TRIMMED} in a step; the load has one of them yet"
+    assert manager.coverage(Lookup(), [b"new"], range(1)) == [True]
+    manager.complete_load([loading])
+    assert pool.in_use == 1 and not evicted
 
 
 @pytest.mark.parametrize("size", [3, 6, 12])

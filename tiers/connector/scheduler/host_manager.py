@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
@@ -16,7 +16,7 @@ LOOK_BACK = 64
 """How many blocks before a stored one are searched for a predecessor that is kept."""
 
 TRIMMED = 256
-"""Blocks that a tier which is made smaller evicts in a step at most, in a millisecond."""
+"""Blocks that a step takes from a tier that is made smaller, or was reset, in a millisecond."""
 
 
 class HostManager(TierManager):
@@ -29,6 +29,7 @@ class HostManager(TierManager):
     ) -> None:
         """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency
+        self._resizes = residency if isinstance(residency, Resizes) else None
         self._warns = residency if isinstance(residency, Warns) else None
         self._pool = pool
         self._changes = Changes()
@@ -144,28 +145,29 @@ class HostManager(TierManager):
         for key in keys:
             self.discard(key)
 
-    def reset(self) -> list[bytes]:
-        """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
+    def reset(self) -> Iterable[bytes]:
+        """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends,
+        and those of a million not in one step (see `shrink`)."""
         self._changes.forget()
         self.unpin([*self._pinned])
-        return self._residency.clear()
+        return self._residency.clear() if self._resizes is None else self._resizes.outdate()
 
     # -- another size ------------------------------------------------------------------------
 
     def resize(self, capacity: int, max_blocks: int) -> None:
         """Keep `max_blocks` at most, in the slots that the pool has now."""
-        if isinstance(self._residency, Resizes):
-            self._residency.resize(max_blocks)
+        if self._resizes is not None:
+            self._resizes.resize(max_blocks)
         self._max_blocks = max_blocks
         self._is_resized = self.is_shrinking = True
 
     def shrink(self, most: int) -> list[SlotMove]:
         """Evict blocks beyond the capacity, then move those beyond the pool's end, so that the
         policy alone decides which blocks stay."""
+        trimmed = 0 if self._resizes is None else self._resizes.trim(TRIMMED)
         if not self._is_resized:
             self.is_shrinking = False
             return []
-        trimmed = self._residency.trim(TRIMMED) if isinstance(self._residency, Resizes) else 0
         beyond = [] if trimmed else self._pool.beyond(most)
         moves = [move for slot in beyond if (move := self._vacate(slot))]
         # What was dropped leaves the pool's search when that looks at it again.
@@ -179,7 +181,7 @@ class HostManager(TierManager):
         pool, key = self._pool, self._pool.key(slot)
         if key is None or pool.references(slot) > 1 or self._residency.find(key) != slot:
             return None
-        if not isinstance(self._residency, Resizes):
+        if self._resizes is None:
             self._drop_for_room(key)
             return None
         target = pool.reserve()
@@ -200,9 +202,9 @@ class HostManager(TierManager):
         pool, residency = self._pool, self._residency
         for number, (key, slot, target) in enumerate(moves):
             is_kept = residency.find(key) == slot  # else it was dropped meanwhile
-            if is_kept and number not in failed and isinstance(residency, Resizes):
+            if is_kept and number not in failed and self._resizes is not None:
                 pool.move(slot, target)
-                residency.move(slot, target)
+                self._resizes.move(slot, target)
                 pool.release(slot)
                 if self._pinned.get(key) == slot:  # by a hint, meanwhile
                     self._pinned[key] = target

@@ -104,7 +104,7 @@ class KVEvents:
         if self._wanted and self._newly_held.pop(key, None) is None:
             self.lost([key])
 
-    def lost(self, keys: Sequence[bytes]) -> None:
+    def lost(self, keys: Iterable[bytes]) -> None:
         """These blocks turned out to be gone."""
         if not self._wanted or (self._inventory is not None and self._inventory.withdraws):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
@@ -105,8 +105,9 @@ class TierManager:
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Remove this engine's blocks of a generation from the tier, when there is time."""
 
-    def reset(self) -> list[bytes]:
-        """Forget all blocks that are known or kept in this process; the keys of those kept.
+    def reset(self) -> Iterable[bytes]:
+        """Forget all blocks that are known or kept in this process; the keys of those kept, to be
+        read at once.
 
         The caller makes other keys and other `Lookup`s from now on.
         """
