@@ -61,6 +61,18 @@ def test_events_of_a_small_host_tier_are_what_it_holds(
         assert coverage_of(made, request) == [one in held for one in request.block_hashes]
 
 
+def test_what_a_step_evicts_is_told_at_once(engine: Callable[..., ReplayEngine]) -> None:
+    made = engine(chain_of(cpu(20)), kv_events=True, prefix_caching=False)
+    for first in (0, 1000, 2000):
+        made.generate(range(first, first + 80), 1)
+        made.settle()
+    assert [(e.stored, len(e.hashes)) for e in made.events] == [
+        (True, 20),
+        *[(False, 20), (True, 20)] * 2,
+    ]
+    assert len(told(made, "cpu")) == 20
+
+
 def test_a_reset_removes_what_a_host_tier_held(engine: Callable[..., ReplayEngine]) -> None:
     made = engine(chain_of(cpu()), kv_events=True)
     made.generate(range(40), 1)

@@ -23,7 +23,12 @@ from tiers.connector.multi.multi_connector import MultiConnectorMetadata
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.worker import offloading_worker
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.offloading_worker import MOST_ENDS, OffloadingWorker, Puts
+from tiers.connector.worker.offloading_worker import (
+    MOST_ENDED,
+    MOST_ENDS,
+    OffloadingWorker,
+    Puts,
+)
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreItem, StoreJob
 from tiers.contract.pool_size import PoolSize
@@ -106,6 +111,14 @@ def test_a_step_looks_at_few_stores_and_reports_the_end_of_each_once(lagging: La
         assert Counted.looked - before <= MOST_ENDS
         ended += some
     assert ended == [*range(JOBS)]
+
+
+def test_a_step_reports_the_end_of_so_many_blocks_and_of_those_of_one_store_more(
+    lagging: Lagging,
+) -> None:
+    jobs = [StoreJob(n, [StoreItem(b"%40d" % n, 0, 0)] * (MOST_ENDED // 2 - 1)) for n in range(7)]
+    lagging.worker._refuse([*jobs, StoreJob(7, [StoreItem(b"7", 0, 0)] * 2 * MOST_ENDED)])
+    assert [lagging.step() for _ in range(4)] == [{0, 1, 2}, {3, 4, 5}, {6, 7}, set()]
 
 
 @pytest.mark.parametrize("seen", [True, False])

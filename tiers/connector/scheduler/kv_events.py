@@ -40,6 +40,8 @@ class KVEvents:
         self._wanted = requests.engine.kv_events
         self._requests = requests
         self._newly_held: dict[bytes, int] = {}
+        self._lost: dict[int, list[bytes]] = {}
+        """Hashes of blocks that are gone since the last of the events, by group."""
         self._inventory: Inventory | None = None
         self._dropped = 0
         self._events: list[BlockEvent] = []
@@ -63,6 +65,7 @@ class KVEvents:
         held, self._newly_held = self._newly_held, {}
         if not held:
             return
+        self._announce_lost()  # before those that are there again
         for group, first, keys in self._in_order(held):
             run = self._run(request_state, group, first, keys)
             self._announce(run)
@@ -105,18 +108,20 @@ class KVEvents:
             self.lost([key])
 
     def lost(self, keys: Iterable[bytes]) -> None:
-        """These blocks turned out to be gone."""
+        """These blocks turned out to be gone; those of a step are announced together."""
         if not self._wanted or (self._inventory is not None and self._inventory.withdraws):
             return
         # Keys of before a reset are of no interest: the engine itself reports that all is cleared.
         requests = self._requests
-        hashes: dict[int, list[bytes]] = {}
         for key in keys:
             if requests.generation.owns(key):
                 block_hash, group = requests.groups.hash_of(key)
-                hashes.setdefault(group, []).append(block_hash)
-        for group, found in sorted(hashes.items()):
-            size = requests.engine.kv_groups[group].tokens
+                self._lost.setdefault(group, []).append(block_hash)
+
+    def _announce_lost(self) -> None:
+        lost, self._lost = self._lost, {}
+        for group, found in sorted(lost.items()):
+            size = self._requests.engine.kv_groups[group].tokens
             self._events.append(BlockEvent(*self._place, False, tuple(found), size, group))
 
     def take_measures(self) -> dict[str, float]:
@@ -134,6 +139,7 @@ class KVEvents:
 
     def take(self) -> list[BlockEvent]:
         """The events since the last call, and some of those that are due of earlier ones."""
+        self._announce_lost()
         if self._inventory is not None:
             for run, held, but in self._inventory.take():
                 # Of before a reset: this engine finds them no more, and what it has stored since

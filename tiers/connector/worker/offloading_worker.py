@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 
 HUNG_CLOSE_SECONDS = 1.0
 """How long a store may take to close whose puts have not returned: it may wait for them."""
-MOST_ENDS = 256
-"""Stores whose end a step reports, so that thousands that end at once cost no step much."""
+MOST_ENDS, MOST_ENDED = 256, 4096
+"""Stores whose end a step reports, and their blocks, unless the last has more: so that thousands
+that end at once cost no step much."""
 
 
 class _QueuedPut(NamedTuple):
@@ -505,11 +506,13 @@ class OffloadingWorker(WorkerConnector):
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Report what ended since the last call, and this worker's handshake once."""
+        ended = 0
         for _ in range(MOST_ENDS):
             store = next(iter(self._stores.values()), None)
-            if store is None or not store.future.done():  # they end in order
+            if store is None or not store.future.done() or ended >= MOST_ENDED:  # they end in order
                 break
             self._stores.popitem(last=False)
+            ended += len(store.job.items)
             result = self._outcome(store)
             blocks = len(store.job.items) if store.is_ours else len(result.failed)
             self._note_end(store.job.job_id, blocks, result, "store")
