@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, compress, takewhile
+from itertools import chain, compress
 from operator import ne
 
 from spec.policies import EvictionPolicy
@@ -84,10 +84,8 @@ class SlotQueues:
 
     def replace(self, slot: int, target: int) -> None:
         """Put a slot that is NOWHERE, `target`, into the place of another one."""
-        before, after = self._before[slot], self._after[slot]
-        self._after[before] = self._before[after] = target
-        self._before[target], self._after[target] = before, after
-        self.where[target], self.where[slot] = self.where[slot], NOWHERE
+        self.insert(target, slot)
+        self.remove(slot)
 
     def grow(self, num_slots: int) -> None:
         """Have entries for as many slots, if there are fewer."""
@@ -119,7 +117,7 @@ class SlotQueues:
 
     def slots(self) -> Iterator[int]:
         """All slots that are in a queue; none may move meanwhile."""
-        return (slot for slot, queue in enumerate(self.where) if queue != NOWHERE)
+        return compress(range(len(self.where)), self.where)
 
     def __len__(self) -> int:
         return sum(self._lengths)
@@ -145,8 +143,7 @@ class SlotResidency:
         self._policy = policy
         self._skipped, self._overdue = policy.queues + 1, policy.queues + 2
         self._queues = SlotQueues(pool.num_slots, self._overdue)
-        self._outdated: Iterator[int] = iter(())
-        """Slots of no queue that are to be given back."""
+        self._outdated: Iterator[int] = iter(())  # slots in no queue that are to be given back
         pool.add_evictor(self.evict_one, self._idle)
 
     def warning(self) -> str:
@@ -251,11 +248,10 @@ class SlotResidency:
         self._queues.grow(self._pool.num_slots)
 
     def trim(self, most: int) -> int:
-        gone = (
-            self._give_back() or (len(self) > self._max_slots and self.evict_one())
-            for _ in range(most)
-        )
-        return sum(1 for _ in takewhile(bool, gone))
+        for gone in range(most):
+            if not self._give_back() and (len(self) <= self._max_slots or not self.evict_one()):
+                return gone
+        return most
 
     def move(self, slot: int, target: int) -> None:
         self._queues.replace(slot, target)

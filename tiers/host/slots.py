@@ -295,20 +295,18 @@ class Residency(Protocol):
 
 @runtime_checkable
 class Resizes(Protocol):
-    """Capability: a host tier keeps more or fewer blocks from now on, and gives back those that it
-    does not keep a few at a time. Of trusted tiers alone."""
+    """Capability: a host tier keeps more or fewer blocks from now on. Of trusted tiers alone."""
 
     def resize(self, max_slots: int) -> None:
         """Keep `max_slots` blocks at most, in slots below `pool.num_slots`, which may have grown;
         `trim` evicts those beyond it."""
 
     def outdate(self) -> Iterator[bytes]:
-        """As `clear`, of blocks that nobody will ask for again: their slots are given back by
-        `trim`, or where others need them. Returns the keys, which are there until then."""
+        """As `clear`, of blocks that nobody asks for again: `trim` gives their slots back, or who
+        needs one. The keys are there until then."""
 
     def trim(self, most: int) -> int:
-        """Give back slots of outdated blocks, and evict blocks that are too many, `most` at most;
-        return how many there were."""
+        """Give outdated blocks back and evict those that are too many, `most` at most; how many."""
 
     def move(self, slot: int, target: int) -> None:
         """The block in `slot` lies in `target` now, with all references of the tier, and keeps its

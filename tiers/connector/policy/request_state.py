@@ -87,9 +87,7 @@ class RequestState:
     choice: Choice = NO_LOAD
     versions: Hashable = None
     held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-    stitches: dict[tuple[Sequence[int], range], tuple[Stitch, Mapping[int, range]]] = field(
-        default_factory=dict
-    )
+    stitches: dict[Hashable, tuple[Stitch, Mapping[int, range]]] = field(default_factory=dict)
     is_undecided: bool = False
     has_begun: bool = False
     foreign_loaders: set[int] = field(default_factory=set)

@@ -35,8 +35,7 @@ class HostManager(TierManager):
         self._changes = Changes()
         self._on_evict = on_evict
         self._pinned: dict[bytes, int] = {}
-        self._max_blocks = 0
-        self._is_resized = False
+        self._max_blocks = pool.num_slots
         self.pace = LookupPace(ranks=1)
         residency.on_evict = self._evicted
 
@@ -146,8 +145,7 @@ class HostManager(TierManager):
             self.discard(key)
 
     def reset(self) -> Iterable[bytes]:
-        """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends,
-        and those of a million not in one step (see `shrink`)."""
+        """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()
         self.unpin([*self._pinned])
         return self._residency.clear() if self._resizes is None else self._resizes.outdate()
@@ -159,21 +157,19 @@ class HostManager(TierManager):
         if self._resizes is not None:
             self._resizes.resize(max_blocks)
         self._max_blocks = max_blocks
-        self._is_resized = self.is_shrinking = True
+        self.is_shrinking = True
 
     def shrink(self, most: int) -> list[SlotMove]:
-        """Evict blocks beyond the capacity, then move those beyond the pool's end, so that the
-        policy alone decides which blocks stay."""
+        """Give back slots of before a reset, evict blocks beyond the capacity, then move those
+        beyond the pool's end, so that the policy alone decides which blocks stay."""
+        is_smaller = self._pool.is_vacating or len(self._residency) > self._max_blocks
         trimmed = 0 if self._resizes is None else self._resizes.trim(TRIMMED)
-        if not self._is_resized:
-            self.is_shrinking = False
-            return []
         beyond = [] if trimmed else self._pool.beyond(most)
         moves = [move for slot in beyond if (move := self._vacate(slot))]
         # What was dropped leaves the pool's search when that looks at it again.
         is_some_free = not all(map(self._pool.references, beyond))
-        self.is_shrinking = bool(trimmed or moves or is_some_free or self._pool.is_searching)
-        self._is_resized = self._pool.is_vacating or len(self._residency) > self._max_blocks
+        goes_on = trimmed or moves or is_some_free or self._pool.is_searching
+        self.is_shrinking = is_smaller and bool(goes_on)
         return moves
 
     def _vacate(self, slot: int) -> SlotMove | None:

@@ -40,8 +40,7 @@ class KVEvents:
         self._wanted = requests.engine.kv_events
         self._requests = requests
         self._newly_held: dict[bytes, int] = {}
-        self._lost: dict[int, list[bytes]] = {}
-        """Hashes of blocks that are gone since the last of the events, by group."""
+        self._lost: dict[int, list[bytes]] = {}  # hashes that are yet to be announced, by group
         self._inventory: Inventory | None = None
         self._dropped = 0
         self._events: list[BlockEvent] = []

@@ -124,8 +124,7 @@ class Lookup:
     """
 
     LAP_SECONDS = 1.0
-    """Seconds after which a request's answers are compared anew, so that those behind it have their
-    turn."""
+    """Seconds until a request's answers are compared anew: those behind it have their turn."""
 
     def __init__(self) -> None:
         self.timer = LookupTimer()
@@ -246,37 +245,29 @@ class LookupPace:
     A_SECOND = 1_600_000.0
     """For each second that is not spent on such a question: half of the thread's time or less, so
     that an idle engine answers about as soon."""
-    FEW = 2048
-    """Names of a short question."""
-    OF_SHORT = 0.25
-    """What short questions may take beside the others, as a part of that."""
+    FEW, OF_SHORT = 2048, 0.25
+    """Names of a short question; the part of what long ones have that these have beside them."""
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
         in seconds."""
         self._names = ranks + self.OF_A_BLOCK
         self._clock = clock
-        self._left, self._at = float(self.AT_ONCE), clock()
-        self._left_of_short = self._left * self.OF_SHORT
+        self._left = self._left_of_short = float(self.AT_ONCE)
+        self._at = clock()
 
     def is_short(self, blocks: int) -> bool:
-        """Whether a question about `blocks` is not held back by long ones."""
-        return blocks * self._names <= self.FEW
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether a short question would have to wait."""
-        return self._left_of_short <= 0
+        """Whether a question about `blocks` is short, and not one of too many."""
+        return blocks * self._names <= self.FEW and self._left_of_short > 0
 
     def take(self, blocks: int) -> int:
         """How many of `blocks` are looked up now."""
         now = self._clock()
         more, self._at = (now - self._at) * self.A_SECOND, now
         self._left = min(self._left + more, self.AT_ONCE)
-        short = self._left_of_short + more * self.OF_SHORT
-        self._left_of_short = min(short, self.AT_ONCE * self.OF_SHORT)
-        if self.is_short(blocks) and not self.is_spent:
-            self._left_of_short -= blocks * self._names
+        self._left_of_short = min(self._left_of_short + more, self.AT_ONCE)
+        if self.is_short(blocks):
+            self._left_of_short -= blocks * self._names / self.OF_SHORT
             return blocks
         # Not a few names for each that waits: a call costs as much as a hundred.
         may = int(self._left) if self._left >= self.FEW else 0

@@ -116,10 +116,9 @@ class StoreManager(TierManager):
     LOOKUP_LIFETIME = 0.5
     """Seconds that an answer of a store behind a network holds while its request waits to run."""
     CHECKS = 6_400.0
-    """Names a second whose answers are compared with an index again while their requests wait: 1%
-    of the thread's time, for all of them; those that the engine asks about first come first. A
-    prompt of 128k tokens on eight ranks takes ten seconds, on one little more than one. What others
-    evict meanwhile is missed by the load, and computed."""
+    """Names a second whose answers are compared with an index again while requests wait, the first
+    of the queue first: 1% of the thread's time. A prompt of 128k tokens on eight ranks takes ten
+    seconds, on one little more than one. What others evict meanwhile is missed by the load."""
     CHECKED_AT_ONCE = 64
     """Names, at least: a call costs as much as 50 of them, and a decision makes several."""
 
@@ -144,7 +143,6 @@ class StoreManager(TierManager):
         self._parts = RankKeys(store, namespaces, generation)
         self.pace = LookupPace(len(namespaces))
         self._checks, self._checked = 0.0, clock()
-        """Names that may be compared now, as of when they were counted."""
         self._generation = generation
         self._clock = clock
         self._changes = Changes()

@@ -94,8 +94,7 @@ class TierHints:
             return
         self._waiting.append(_WaitingHint(tier_request.request_state, keys, self._now()))
         self._blocks_waiting += len(keys)
-        pace = self._tier.open.manager.pace
-        if pace.is_short(self._blocks_waiting) and not pace.is_spent:
+        if self._tier.open.manager.pace.is_short(self._blocks_waiting):
             self._obey_waiting()
 
     def _obey_waiting(self) -> None:

@@ -106,8 +106,7 @@ class TierManager:
         """Remove this engine's blocks of a generation from the tier, when there is time."""
 
     def reset(self) -> Iterable[bytes]:
-        """Forget all blocks that are known or kept in this process; the keys of those kept, to be
-        read at once.
+        """Forget all blocks known or kept in this process; the keys of those kept, read at once.
 
         The caller makes other keys and other `Lookup`s from now on.
         """

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 HUNG_CLOSE_SECONDS = 1.0
 """How long a store may take to close whose puts have not returned: it may wait for them."""
 MOST_ENDS, MOST_ENDED = 256, 4096
-"""Stores whose end a step reports, and their blocks, unless the last has more: so that thousands
-that end at once cost no step much."""
+"""Stores whose end a step reports, and blocks of all but the last: more would cost it too much."""
 
 
 class _QueuedPut(NamedTuple):
