@@ -189,7 +189,7 @@ def test_a_prefix_outlives_the_failure_of_a_tier_that_is_loading() -> None:
     made, pool = manager(odd)
     store(made, pool, 0)
     slots = made.prepare_load([key(0)])
-    made.discard(key(0))
+    made.discard(key(1))
     assert made.health() is FAILED and slots[0] is not None
     assert pool.key(slots[0]) == key(0) and pool.references(slots[0]) == 1
     made.complete_load(slots)
