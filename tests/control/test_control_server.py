@@ -118,12 +118,8 @@ def test_the_runtime_folder_is_the_users_logged_in_or_not(monkeypatch: pytest.Mo
     """/run/user/UID ends with the last session: an engine that listened there would be gone, and
     one that is a service would be looked for there."""
     for user, folder in {0: "/run/kvtiers", 12: "/tmp/kvtiers-12"}.items():
-        for session in (Mock(st_uid=user), FileNotFoundError()):
-            with monkeypatch.context() as host:
-                host.setattr(os, "geteuid", Mock(return_value=user))
-                host.setattr(Path, "stat", Mock(side_effect=[session]))
-                found = runtime_folder()
-            assert found == Path(folder)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert runtime_folder() == Path(folder)
 
 
 def test_only_the_user_may_open_it(serve: Callable[..., ControlServer]) -> None:

@@ -44,8 +44,8 @@ class DiskSpec(StoreSpec):
         default="none",
         description="What survives a crash of the machine, or of a process whose volume is then "
         "mounted anew. none: nothing, the tier starts empty. batch: all but the last seconds, or "
-        "half a minute if buffered. sync: every stored block; what all processes on "
-        "the folder have set counts. Else a crash of a process loses nothing in any case.",
+        "half a minute if buffered. sync: every stored block; the weakest setting "
+        "of any process on the folder counts. A crash of a process alone loses nothing.",
     )
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MAX_NOTES = 20
-TOGETHER = "engines recorded at the same time, taken as one: name a folder with the files of one"
+TOGETHER = "engines recorded at the same time: name a folder with the files of one"
 
 
 class TraceRequest(NamedTuple):

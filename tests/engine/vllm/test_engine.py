@@ -280,7 +280,9 @@ def test_a_policy_that_fails_requests_for_a_tier_is_refused() -> None:
     from tiers.engine.vllm import configured_chain
 
     transfer = SimpleNamespace(
-        kv_load_failure_policy="fail", kv_connector_extra_config={"chain": "/chain.yaml"}
+        kv_connector="KVTiersConnector",
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config={"chain": "/chain.yaml"},
     )
     with pytest.raises(ValueError, match='"kv_load_failure_policy": "recompute"'):
         configured_chain(SimpleNamespace(kv_transfer_config=transfer))
