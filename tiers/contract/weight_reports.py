@@ -63,9 +63,9 @@ class WeightReport(NamedTuple):
 
 
 class WeightOrders(NamedTuple):
-    """A step's orders. `number`: of its look, if it stores. `verdicts`: whether all ranks together
-    saw unchanged weights, by the numbers of earlier looks. `tag`: that of the generation of what
-    it computes; None: nothing. `step`: its number, from 0 on; None: nobody counts."""
+    """A step's orders. `step`: its number, from 0 on; None: nobody counts. `number`: the same as
+    that of its look, if it stores. `verdicts`: whether all ranks together saw unchanged weights, by
+    the numbers of earlier looks. `tag`: of the generation of what it computes; None: nothing."""
 
     number: int | None = None
     verdicts: Mapping[int, bool] = {}

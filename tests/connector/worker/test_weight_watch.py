@@ -149,6 +149,30 @@ def test_ranks_wait_for_each_other() -> None:
     assert third[0].unchanged_everywhere() is False, "nor when the engine ends"
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_nobody_waits_for_a_rank_that_a_step_never_came_to(lost: int) -> None:
+    """It failed there before, and the engine goes on: that rank stores nothing any more, and so no
+    later step does."""
+    agreement = WeightAgreement(2, Generation())
+    stores = OffloadingConnectorMetadata(reqs_to_store=[StoreJob(0, [])])
+    ranks = [WeightWatch(Weights(), 2) for _ in range(2)]
+    looks = []
+    for number in range(4):
+        orders = agreement.orders([stores if number <= lost else OffloadingConnectorMetadata()])
+        for place, rank in enumerate(ranks):
+            if number == lost and place == 1:
+                continue
+            rank.bind(orders)
+            looks += [rank.stores(b"")] if number <= lost else []
+            rank.computed()
+            agreement.heard(rank.report())
+    assert not agreement.waits
+    # What the scheduler said of an earlier look went with the lost step.
+    assert [one.unchanged_everywhere() for one in looks] == [True, False] * lost + [False]
+    assert [rank.may_store for rank in ranks] == [True, False]
+
+
 def test_reports_fold() -> None:
     one = WeightReport(None, {1: Seen(1, True), 2: Seen(1, True)})
     two = WeightReport(b"x", {2: Seen(1, False), 3: Seen(1, True)})

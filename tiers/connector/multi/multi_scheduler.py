@@ -560,7 +560,7 @@ class WeightAgreement:
     def __init__(self, ranks: int, generation: Generation) -> None:
         self._ranks = ranks
         self._generation = generation
-        self._numbers, self._steps = itertools.count(), itertools.count()
+        self._steps = itertools.count()
         self._seen: dict[int, Seen] = {}
         self._verdicts: dict[int, bool] = {}
 
@@ -572,9 +572,8 @@ class WeightAgreement:
         step = next(self._steps)
         if self._ranks == 1:
             return WeightOrders(tag=tag, step=step)
-        number = None
-        if any(tier.reqs_to_store for tier in tiers):
-            number = next(self._numbers)
+        number = step if any(tier.reqs_to_store for tier in tiers) else None
+        if number is not None:
             self._seen[number] = Seen(0, unchanged=True)
         verdicts, self._verdicts = self._verdicts, {}
         return WeightOrders(number, verdicts, tag, step)

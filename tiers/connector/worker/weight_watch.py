@@ -111,7 +111,6 @@ class WeightWatch(Watch):
         self._reported: bytes | None = None
         self._part = 0
         self._number: int | None = None
-        self._next_number = 0
         self._looks: dict[tuple[bytes, bool], WeightVerdict] = {}
         self._unreported: dict[int, WeightVerdict | None] = {}
         self._awaited: dict[int, WeightVerdict] = {}
@@ -128,9 +127,7 @@ class WeightWatch(Watch):
         if orders.tag is not None:
             self._of(orders.tag)
         if self._is_shared and orders.number is not None:
-            # Those in between as well, of steps that failed before they came here: others wait.
-            first, self._next_number = self._next_number or orders.number, orders.number + 1
-            self._unreported |= dict.fromkeys(range(first, self._next_number))
+            self._unreported[orders.number] = None
         for number, unchanged in orders.verdicts.items():
             verdict = self._awaited.pop(number, None)
             if verdict is not None:
@@ -139,9 +136,14 @@ class WeightWatch(Watch):
     def _follow(self, orders: WeightOrders) -> None:
         """Store nothing again once a step has failed, or was left out. Those behind it, which may
         have been queued before, compute with KV that it never made."""
-        if orders.step is None or self.stopped:
+        if orders.step is None:
             return
-        if not self._is_computed or orders.step != self._step + 1:
+        missed = range(self._step + 1, orders.step)
+        if self._is_shared and missed:
+            # Others wait for what was seen in these, and here nobody hears what they brought.
+            self._unreported |= dict.fromkeys(missed)
+            self.close()
+        if (missed or not self._is_computed) and not self.stopped:
             self.stopped = "a step of the engine failed: start it again"
             logger.error(
                 "a step of this engine failed: kvtiers stores nothing from now on, since what "
