@@ -209,8 +209,8 @@ def test_a_part_of_a_medium_that_sees_all_of_itself_is_cut_before_it() -> None:
     assert [marks.cut(request, end) for end in ends] == [20, 20, 20, 29, 40, 40, 49, 50]
     assert [process().cut(request, end) for end in ends] == ends
     assert marks.cut(SimpleNamespace(request_id="text"), 21) == 21
-    assert marks.are_whole(request) and not process().are_whole(request)
-    assert not marks.are_whole(SimpleNamespace(request_id="text"))
+    assert marks.all_or_nothing(request) and not process().all_or_nothing(request)
+    assert not marks.all_or_nothing(SimpleNamespace(request_id="text"))
 
 
 @pytest.mark.parametrize("trust", [False, True])
@@ -446,7 +446,7 @@ def test_nothing_is_used_of_a_load_that_fails_within_an_image_that_sees_all_of_i
     lost = names(made, made.generate(prompt, 1).block_hashes[7:])
     made.settle()
     assert damage_blocks(tmp_path, lost.__contains__) == len(lost)
-    monkeypatch.setattr(MediaMarks, "are_whole", lambda *_: is_whole)
+    monkeypatch.setattr(MediaMarks, "all_or_nothing", lambda *_: is_whole)
     request, recompute, left = made.add(prompt, 2), made.scheduler._recompute, list[int]()
 
     def noting(*reported: Any) -> None:

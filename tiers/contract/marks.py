@@ -74,7 +74,7 @@ class MediaMarks:
         fewer where each token of a medium attends to all of it, and the last is within one."""
         return tokens
 
-    def are_whole(self, request: Request) -> bool:
+    def all_or_nothing(self, request: Request) -> bool:
         """Whether it has media of which `cut` leaves no part."""
         return False
 

@@ -104,7 +104,7 @@ class StoreJob:
 class LoadJob:
     """Blocks of one request in flight to the engine, for `seconds` at most. `generation`:
     that of their keys. `part`: where they are in its prompt. `first`: the first paged block of all
-    that the request loads, if a part of that is of no use; None: it is."""
+    that the request loads, if a part is of no use; None: a part is of use."""
 
     job_id: int
     request_id: str

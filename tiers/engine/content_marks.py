@@ -211,7 +211,7 @@ class ContentMarks(MediaMarks):
                 return int(place.offset) if tokens < place.offset + place.length else tokens
         return tokens
 
-    def are_whole(self, request: Any) -> bool:
+    def all_or_nothing(self, request: Any) -> bool:
         return self._sees_all and bool(getattr(request, "mm_features", None))
 
     def forget(self, request_id: str) -> None:

@@ -94,6 +94,8 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
             "kvtiers does not serve speculative decoding with pipeline parallelism on vLLM's V1 "
             "model runner, which lets the last rank alone store. Leave one of the two out."
         )
+    if getattr(vllm_config, "is_mm_encoder_only", False):
+        raise ValueError("an engine that only encodes images has no KV: start it without kvtiers.")
     if getattr(parallel, "enable_fault_tolerance", False):
         raise ValueError(
             "with --enable-fault-tolerance vLLM goes on after a step that failed, and finds blocks "

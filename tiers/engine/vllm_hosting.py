@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,7 +50,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BESIDE = ("KVTiersConnector", "NixlConnector", "OffloadingConnector")
+BESIDE = (
+    *("KVTiersConnector", "OffloadingConnector"),
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+)
 """Connectors that load beside steps, so that the engine knows what failed before it stores it."""
 
 WAITS = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
@@ -197,10 +200,13 @@ class HostingEngine:
                 self._step_failed()
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as failed:
-                failed.callback(self._step_failed)
+            has_failed = True
+            try:
                 answer = call(*args, **kwargs)
-                failed.pop_all()
+                has_failed = False
+            finally:
+                if has_failed:
+                    self._step_failed()
             if isinstance(answer, Future):
                 answer.add_done_callback(ended)
             return answer
@@ -337,8 +343,8 @@ def refuse_engine(
     for entry in extra.get("connectors", ()):
         if (name := entry.get("kv_connector")) not in BESIDE:
             raise ValueError(
-                f"vLLM's OffloadingConnector keeps what {name} failed to load within a step: leave "
-                "one of the two out, or use KVTiersConnector."
+                f"vLLM's OffloadingConnector keeps what a connector failed to load within a step, "
+                f"as {name} may: leave one of the two out, or use KVTiersConnector."
             )
     model = vllm_config.model_config
     if overwrites_early(vllm_config, kv_cache_config):

@@ -168,8 +168,9 @@ class SlotMemory:
         """Unpin. The memory goes back with the last view of it. Idempotent."""
         while self._pinned:
             # A device that has failed unpins nothing; what is closed next must be, all the same.
+            address = self._pinned.pop()
             with suppress(TierUnusable, RuntimeError), self._on_device():
-                unregister(self._pinned.pop())
+                unregister(address)
 
 
 def _map(length: int, reserve: int) -> mmap.mmap:

@@ -226,6 +226,7 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             {"pipeline_parallel_size": 2, "speculative_config": object()},
             "speculative decoding with pipeline parallelism",
         ),
+        ("an engine that only encodes", [{}], {"encodes": True}, "has no KV: start it without"),
         (
             "fault tolerance",
             [{}],
@@ -337,6 +338,7 @@ def test_what_can_t_be_served_is_named(
             cache_dtype=more.get("cache_dtype", "auto"),
         ),
         speculative_config=more.get("speculative_config"),
+        is_mm_encoder_only=more.get("encodes", False),
         use_v2_model_runner=more.get("use_v2_model_runner", False),
     )
     cache = SimpleNamespace(kv_cache_groups=[group(**fields) for fields in groups])

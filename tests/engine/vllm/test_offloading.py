@@ -198,10 +198,10 @@ def test_connectors_that_load_within_a_step_are_refused_beside_it() -> None:
     from tiers.engine.vllm_hosting import refuse_engine
 
     listed = engine_of()
-    names = ["NixlConnector", "OffloadingConnector", "ExampleConnector"]
+    names = ["NixlPullConnector", "OffloadingConnector", "ExampleConnector"]
     entries = [{"kv_connector": name} for name in names]
     listed.kv_transfer_config.kv_connector_extra_config["connectors"] = entries
-    with pytest.raises(ValueError, match="keeps what ExampleConnector failed to load"):
+    with pytest.raises(ValueError, match="as ExampleConnector may: leave one"):
         refuse_engine(listed, PLAIN, {}, False)
     del entries[2]
     refuse_engine(listed, PLAIN, {}, False)

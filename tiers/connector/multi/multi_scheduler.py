@@ -241,8 +241,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             if self._sharing is not None:
                 self._sharing.begins(request_state, choice.computed, num_external_tokens)
         notes = self.explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
-        is_whole = self._requests.engine.media.are_whole(request)
-        shared = SharedLoad(len(shares), notes, self._now(), is_whole)
+        all_or_nothing = self._requests.engine.media.all_or_nothing(request)
+        shared = SharedLoad(len(shares), notes, self._now(), all_or_nothing)
         pieces = self._begin_pieces(request_state, num_external_tokens)
         for index, child in enumerate(self.children):
             if index in shares:

@@ -46,11 +46,11 @@ class SharedLoad:
     """
 
     def __init__(
-        self, tiers: int, notes: Attempt = UNNOTED, began: float = 0.0, is_whole: bool = False
+        self, tiers: int, notes: Attempt = UNNOTED, began: float = 0.0, all_or_nothing: bool = False
     ) -> None:
-        """`notes`: hear of its outcome. `began`: when, by the clock of the tiers. `is_whole`: a
-        part of it, which might end within a medium, is of no use."""
-        self.began, self.is_whole = began, is_whole
+        """`notes`: hear of its outcome. `began`: when, by the clock of the tiers.
+        `all_or_nothing`: a part of it, which might end within a medium, is of no use."""
+        self.began, self.all_or_nothing = began, all_or_nothing
         self.notes = notes
         self._left = tiers
         self._failed: list[int] = []

@@ -342,7 +342,9 @@ class OffloadingScheduler(SchedulerConnector):
         seconds = min(request_state.wait_budget.left(), request_state.choice.within)
         name, tag = request_state.request.request_id, self._requests.generation.tag
         part = self.manager.part(request_state.keys, numbers)
-        first = request_state.tables[0][request_state.loads.start] if shared.is_whole else None
+        first = (
+            request_state.tables[0][request_state.loads.start] if shared.all_or_nothing else None
+        )
         job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, part, first)
         size = len(self._requests.groups)
         of_block = [number // size for number in numbers] if size > 1 else numbers
@@ -411,7 +413,7 @@ class OffloadingScheduler(SchedulerConnector):
             load.shared.notes.part_ended(
                 load.blocks[0], min(failed, default=None), len(lost), result.times
             )
-        if failed and (self._requests.engine.all_or_nothing_loads or load.shared.is_whole):
+        if failed and (self._requests.engine.all_or_nothing_loads or load.shared.all_or_nothing):
             failed.add(0)
         request_state, tenants = tier_request.request_state, self._requests.tenants
         tenant = tenant_of(request_state.request)

@@ -225,13 +225,15 @@ class TierOpener:
     def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool] | None:
         """Which of these keys another store of the chain holds, or may hold, of those whose events
         look the same; None: there is no other."""
+        if self._events.ownership:
+            return None
         local = self._stores[manager] if self._events.locality else None
         alike = [
             other
             for other, is_local in self._stores.items()
             if other is not manager and local in (None, is_local)
         ]
-        if self._events.ownership or not alike:
+        if not alike:
             return None
         held = [False] * len(keys)
         for other in alike if keys else ():

@@ -181,7 +181,8 @@ def _not_moved(folder: Path, since: float) -> None:
     changes no file's time. Nor does it change its entries; those of weights show themselves."""
     status = folder.stat()
     if status.st_mtime <= since < status.st_ctime:
-        raise FileChanged(f"{folder.name}, a folder, was moved after the engine was started")
+        what = "was moved, or its owner or mode changed,"
+        raise FileChanged(f"{folder}, a folder, {what} after the engine was started")
 
 
 def _above(path: Path) -> Iterator[Path]:

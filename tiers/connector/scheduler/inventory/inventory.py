@@ -364,14 +364,14 @@ class Inventory:
                 held = self._ask(part.keys)
                 other = None if all(held) else self._elsewhere(part.keys)
                 spared = [
-                    not has and there and self._spare(key)
+                    not has and there and self._is_first_spared(key)
                     for key, has, there in zip(part.keys, held, other or held, strict=True)
                 ]
                 kept += part.held([*map(or_, held, spared)])
                 lost += part.held([*map(not_, map(or_, held, other or held))])
         return kept, lost
 
-    def _spare(self, key: bytes) -> bool:
+    def _is_first_spared(self, key: bytes) -> bool:
         """Whether to look again for what another tier holds: not once more in this round, since
         a tier that evicts and stores in turn would keep it each time."""
         is_first = key not in self._spared
