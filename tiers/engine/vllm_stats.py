@@ -124,7 +124,8 @@ def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
 
 class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """`vllm:kvtiers_<measure>{tier="<name>"}` beside vLLM's own metrics, registered once. Each is
-    there from the start, at 0: what comes first must be an increase, too.
+    there from the start, at 0, or from the first report of what a change of the chain brings: what
+    comes first must be an increase, too.
 
     The prefix is vLLM's because its offline `get_metrics` shows no others. Other connectors'
     metrics are made by their classes; children that make one of the same name share it, also
@@ -151,12 +152,17 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for child in child_configs(vllm_config)
             if child.cls.__name__ != "KVTiersConnector"
         }
+        self._begun: set[tuple[object, ...]] = set()
         for labels in per_engine_labelvalues.values():
             for tier in (*tiers, CHAIN) if tiers else ():
                 self._begin(labels, tier)
 
     def _begin(self, labels: Sequence[object], tier: str) -> None:
-        of_tenant, of_chain = TENANT in tier, tier == CHAIN
+        """Show what is measured of a tier, a tenant or a chain, once."""
+        if (*labels, tier) in self._begun:
+            return
+        self._begun.add((*labels, tier))
+        of_tenant, of_chain = TENANT in tier, tier.endswith(CHAIN)
         for name, metric in self._metrics.items():
             of = (name in OF_TENANT, name in OF_CHAIN)
             if of == (of_tenant, of_chain) and name != STATE:
@@ -180,6 +186,8 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 if other is not None:
                     other.observe(value["stats"], engine_idx)
                 continue
+            if STATE in value or TENANT in name or name.endswith(CHAIN):  # no ghost
+                self._begin(labels, name)
             for measure, measured in value.items():
                 if measure == STATE:
                     self._set_state([*labels, name], measured)

@@ -23,6 +23,11 @@ from tiers.contract.stats import (
 
 pytestmark = pytest.mark.vllm
 
+OF_TIER = (
+    *(f"{name}_total" for name in COUNTERS if name not in OF_CHAIN | OF_TENANT),
+    *GAUGES,
+    *(f"{name}_count" for name in HISTOGRAMS),
+)
 SALT = "salt-of-a-tenant"
 CHAIN = {
     "version": 1,
@@ -52,7 +57,7 @@ class Scraped:
             kv_role="kv_both",
         )
         labels: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
-        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=None)
         self._registry = registry
         self._stats = MultiKVConnectorStats
         self._metrics = KVTiersConnector.build_prom_metrics(
@@ -75,12 +80,10 @@ class Scraped:
 
 def test_every_metric_of_every_tier_is_there_at_zero_before_the_first_request() -> None:
     found = Scraped({"chain": CHAIN}).samples()
-    names = [f"{name}_total" for name in COUNTERS if name not in OF_CHAIN | OF_TENANT]
-    names += [*GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
     for engine in ("0", "1"):
         for tier in ("cpu", "ssd"):
             at = {"engine": engine, "tier": tier}
-            assert {name: found.value(name, **at) for name in names} == dict.fromkeys(names, 0.0)
+            assert {n: found.value(n, **at) for n in OF_TIER} == dict.fromkeys(OF_TIER, 0.0)
             for state in STATES:
                 assert found.value("tier_state", state=state, **at) == (state == "opening")
         for name in OF_CHAIN:
@@ -88,6 +91,30 @@ def test_every_metric_of_every_tier_is_there_at_zero_before_the_first_request() 
         for name in OF_TENANT:
             for tenant in ("gold", "(other)"):
                 assert found.value(f"{name}_total", engine=engine, tenant=tenant) == 0
+
+
+@pytest.mark.parametrize("ours", ["", "ours/"])
+def test_what_a_change_of_the_chain_brings_is_there_at_zero_and_begins_once(ours: str) -> None:
+    """A rule that adds several metrics has no value while one of them is missing."""
+    scraped = Scraped({"chain": CHAIN})
+    for once in ({"capacity_bytes": 7}, {}):
+        scraped.observe(f"{ours}redis", tier_state=1, hits=2, **once)
+        scraped.observe(f"{ours}(tenant) silver", tenant_hit_tokens=3)
+        scraped.observe(f"{ours}(chain)", prompt_tokens=4)
+        scraped.observe("redis (capacity: 2x)", ghost_hit_ratio=0.5)
+    found = scraped.samples()
+    at = {"engine": "1", "tier": f"{ours}redis"}
+    told = {"hits_total": 4.0, "capacity_bytes": 7.0}
+    assert {name: found.value(name, **at) for name in OF_TIER} == dict.fromkeys(OF_TIER, 0.0) | told
+    assert found.value("tier_state", state="open", **at) == 1
+    of_tenant = {name: found.value(f"{name}_total", tenant=f"{ours}silver") for name in OF_TENANT}
+    assert of_tenant == dict.fromkeys(OF_TENANT, 0.0) | {"tenant_hit_tokens": 6.0}
+    of_chain = {
+        name: found.value(f"{name}_total", **at | {"tier": f"{ours}(chain)"}) for name in OF_CHAIN
+    }
+    assert of_chain == dict.fromkeys(OF_CHAIN, 0.0) | {"prompt_tokens": 8.0}
+    with pytest.raises(ValueError, match="got 0"):  # nobody looks a ghost up
+        found.value("lookups_total", tier="redis (capacity: 2x)")
 
 
 def test_no_metric_shows_a_salt() -> None:
