@@ -12,6 +12,7 @@ import pytest
 
 from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from spec.offloading import StoreContext
+from tests.support.changing import ask_for, change, finish, running
 from tests.support.clock import Clock, wait_for
 from tests.support.explaining import last_told, tier_of
 from tests.support.replay_chains import (
@@ -28,7 +29,7 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.scheduler.host_manager import HostManager
-from tiers.connector.scheduler.lookups import LookupPace
+from tiers.connector.scheduler.lookups import LookupPace, LookupQueue
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierUnavailable
@@ -138,6 +139,43 @@ def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     assert store.asked == asked and request.loaded_tokens == 0
     assert measured(made, "lookups") == 1, "that of the first request"
     assert len(store.blocks) == known + 2
+
+
+def test_a_tier_that_is_paused_or_leaves_is_asked_about_no_request(
+    store: TroubledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may be stopped meanwhile, and the tier does not count as failed."""
+    asked: list[int] = []
+    ask = LookupQueue.ask
+
+    def count(self: Any, keys: Any, first: int) -> Any:
+        asked.append(len(keys))
+        return ask(self, keys, first)
+
+    monkeypatch.setattr(LookupQueue, "ask", count)
+    store.slow.indexed = False
+    alone = chain_of(cpu(400)).model_copy(update={"load_when": "always"})
+
+    def beside(paused: Any) -> ChainSpec:
+        slow = SlowSpec(type="slow", paused=paused)
+        return alone.model_copy(update={"tiers": (*alone.tiers, slow)})
+
+    with running(beside("both"), ranks=1) as made:
+        for paused, is_asked in (("both", 0), ("writes", 1), ("reads", 0), (None, 1)):
+            assert not change(made, beside(paused)).why
+            asked.clear()
+            made.generate(PROMPT, 1)
+            assert bool(asked) == is_asked, paused
+        store.pace.hang("put")
+        made.generate([*range(100, 150)], 1)
+        leaving = ask_for(made, alone)
+        made.step()
+        asked.clear()
+        made.add(PROMPT, 1)
+        assert not asked and not leaving.wait(0)
+        store.pace.resume()
+        finish(made, leaving)
+        made.run()
 
 
 def test_a_tiers_answer_and_the_engines_notice_are_told_apart(

@@ -164,7 +164,8 @@ class OffloadingScheduler(SchedulerConnector):
             self._tier.open = opened
 
     def drain(self) -> None:
-        """Store nothing more; what is in flight ends."""
+        """Store and look up nothing more; what is in flight ends."""
+        self._spec = self._spec.model_copy(update={"paused": "both"})
         self._stores.is_paused = True
         self._stores.drop_last_offers()
         self.stop_warming()
@@ -280,7 +281,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def on_new_request(self, request: Request) -> None:
         """Begin to look a request up, where the tier can't answer at once."""
-        if not self._tier.usable or not self._requests.ready(request):
+        if not (self._tier.usable and self._spec.may_load and self._requests.ready(request)):
             return
         request_state = self._requests.of(request)
         keys = self._requests.keys(request_state)
