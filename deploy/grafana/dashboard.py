@@ -110,7 +110,15 @@ PANELS = (
         "The rest is computed.",
         stacked=True,
     ),
-    Panel("Tokens loaded", "short", ((LOADED, "{{tier}}"),), "A second."),
+    Panel(
+        "Tokens loaded",
+        "short",
+        (
+            (LOADED, "{{tier}}"),
+            (rate("kvtiers_reloaded_tokens_total"), "{{tier}} after a preemption"),
+        ),
+        "A second.",
+    ),
     Panel(
         "Requests that a tier serves",
         "percentunit",

@@ -38,7 +38,8 @@ def test_a_queue_that_has_emptied_is_news_and_zero_hits_are_not() -> None:
 
 def test_a_log_line_has_one_short_text_of_all_tiers() -> None:
     stats = TierStats()
-    stats.add("cpu", loaded_tokens=1152, stored_blocks=36, stored_bytes=36 << 17, tier_state=1)
+    stats.add("cpu", loaded_tokens=1000, reloaded_tokens=152)
+    stats.add("cpu", stored_blocks=36, stored_bytes=36 << 17, tier_state=1)
     stats.add("cpu", load_seconds=[0.1], hits=2, storing_bytes=5, evictions=4)
     stats.add("disk", tier_state=STATES.index("down"), store_dropped_down=3)
     stats.add("redis", hits=0, storing_jobs=1, tier_state=STATES.index("open"))

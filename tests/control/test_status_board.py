@@ -128,11 +128,13 @@ def test_a_ghost_says_how_long_a_prompt_takes(observed: Callable[..., Observed])
         assert [ghost.tier for ghost in ghosts] == names
         assert [ghost.prompt_seconds for ghost in ghosts] == [None] * 3
     rates = {**computes, "load_tokens_per_second": 1e5}
-    loaded = {"loaded_tokens": 10.0, "loaded_bytes": 1000.0}
+    loaded = {"loaded_tokens": 4.0, "reloaded_tokens": 6.0, "loaded_bytes": 1000.0}
     for _ in range(2):
         made.board.measured({"cpu": TierStats({"cpu": {**rates, **loaded}})})
     seconds = [ghost.prompt_seconds for ghost in made.board.status("1").ghosts]
     assert seconds == pytest.approx([752.5e-3, 752.5e-3, 775e-3])
+    (tier,) = made.board.status("1").tiers
+    assert tier.measured_load_bytes_per_second == 1e7
 
 
 def test_samples_are_bounded(observed: Callable[..., Observed]) -> None:

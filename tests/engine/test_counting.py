@@ -57,6 +57,7 @@ def test_a_request_that_waits_for_room_is_looked_up_once(
     assert measured(made, "lookups", "cpu") == len(prompts)
     assert counted(made, "lookups") <= 2 * len(prompts)
     assert counted(made, "hits") == counted(made, "hit_tokens") == 0, "of preempted ones alone"
+    assert counted(made, "loaded_tokens") == 0 < counted(made, "reloaded_tokens")
     assert made.scheduler.preemptions > 0
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.output == answer(MODEL, prompt, 20)
@@ -92,7 +93,9 @@ def test_hits_are_those_that_the_engine_counts(
     drive(made, seed=5)
     made.settle()
     assert made.scheduler.preemptions > 0
-    assert counted(made, "hit_tokens") == made.scheduler.external_hits > 0
+    hit_tokens = counted(made, "hit_tokens")
+    assert hit_tokens == made.scheduler.external_hits >= counted(made, "loaded_tokens") > 0
+    assert counted(made, "reloaded_tokens") > 0
     hits, lookups = counted(made, "hits"), counted(made, "lookups")
     assert 0 < hits < lookups <= 2 * 120
 

@@ -23,6 +23,7 @@ from tests.support.replay_chains import (
     workload,
 )
 from tests.support.servers import RedisServer
+from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.disk.disk_store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
@@ -120,9 +121,13 @@ def reports(engine: ReplayEngine) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sums_over_tenants_are_those_over_tiers_whatever_happens_to_requests(
-    engine: Callable[..., ReplayEngine], tmp_path: Path, ranks: int
+    engine: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests are aborted and preempted, and blocks are damaged and evicted."""
+    monkeypatch.setattr(MultiScheduler, "_note_prefill_rate", lambda scheduler: None)
     salts = {"": "", "one": "gold", "two": "gold", "nameless": None, "no rule": None}
     rules = {salt: {"name": name} for salt, name in salts.items() if name}
     made = engine(
@@ -133,6 +138,8 @@ def test_sums_over_tenants_are_those_over_tiers_whatever_happens_to_requests(
         world_size=ranks,
         prefix_caching=False,
     )
+    assert made.connector is not None
+    made.connector._requests.tenants.prefill_token_seconds = 0.5
     rng = random.Random(ranks)
     reported = reports(made)
     for number, (prompt, max_tokens) in enumerate(workload(ranks, 120)):
@@ -148,12 +155,20 @@ def test_sums_over_tenants_are_those_over_tiers_whatever_happens_to_requests(
     assert made.scheduler.preemptions > 0
     tenants = [name for name in made.stats.data if name.startswith(TENANT)]
     assert sorted(tenants) == [TENANT + OTHER_TENANTS, TENANT + "gold"]
+
+    def of_tiers(name: str) -> float:
+        return measured(made, name, "cpu") + measured(made, name, "disk")
+
+    def of_tenants(name: str) -> float:
+        return sum(measured(made, f"tenant_{name}", tenant) for tenant in tenants)
+
     for name in ("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
-        of_tenants = sum(measured(made, f"tenant_{name}", tenant) for tenant in tenants)
-        assert of_tenants == measured(made, name, "cpu") + measured(made, name, "disk") > 0, name
-    assert sum(measured(made, "load_failures", tier) for tier in ("cpu", "disk")) > 0
+        assert of_tenants(name) == of_tiers(name) > 0, name
+    saved = of_tiers("loaded_tokens") + of_tiers("reloaded_tokens")
+    assert of_tenants("prefill_seconds") == 0.5 * saved > 0.5 * of_tiers("loaded_tokens")
+    assert of_tiers("load_failures") > 0
     cached = sum(sum(one["kvtiers"]["cached_tokens"].values()) for one in reported if one)
-    assert 0 < cached <= sum(measured(made, "loaded_tokens", t) for t in ("cpu", "disk"))
+    assert 0 < cached <= of_tiers("loaded_tokens")
 
 
 def test_whose_blocks_a_store_took_counts_what_was_stored(

@@ -17,6 +17,7 @@ COUNTERS = {
     "hit_tokens": "Tokens that hits were to load; the sum over all tiers is the engine's external "
     "hits.",
     "loaded_tokens": "Prompt tokens whose KV was loaded from the tier in time.",
+    "reloaded_tokens": "The same of requests that were preempted, tokens of their answers too.",
     "recompute_preferred": "Requests that computed what the tier held, because the tier was "
     "slower.",
     "recompute_preferred_engine": "Requests that computed what the tier held, because the engine "
@@ -64,8 +65,9 @@ COUNTERS = {
     "tenant_loaded_bytes": "loaded_bytes of all tiers, by tenant.",
     "tenant_stored_bytes": "stored_bytes of all tiers, by tenant; of a block that several asked "
     "for, the first.",
-    "tenant_prefill_seconds": "Seconds that computing tenant_loaded_tokens would have taken, at "
-    "the rate measured then. Less tenant_load_seconds it is what the tiers have saved.",
+    "tenant_prefill_seconds": "Seconds that computing what was loaded, reloaded_tokens too, would "
+    "have taken, at the rate measured then. Less tenant_load_seconds it is what the tiers have "
+    "saved.",
     "tenant_load_seconds": "Seconds that the tenant's requests waited for their loads.",
 }
 """Every counter of a tier, and what it counts. Values of ranks and intervals are added."""
@@ -175,6 +177,11 @@ def merge(into: Measures, later: Mapping[str, float | list[float]]) -> None:
             into[name] = value
 
 
+def tokens_loaded(sums: Mapping[str, float]) -> float:
+    """Tokens whose KV a tier loaded: those of `loaded_bytes`."""
+    return sums.get("loaded_tokens", 0.0) + sums.get("reloaded_tokens", 0.0)
+
+
 class TierStats:
     """Measures of an interval, grouped by tier name: `{tier: {measure: value}}`."""
 
@@ -221,7 +228,7 @@ def _describe(measures: Measures) -> Iterator[str]:
     state = STATES[int(sums.get(STATE, STATES.index("open")))]
     if state != "open":
         yield state
-    if tokens := sums.get("loaded_tokens"):
+    if tokens := tokens_loaded(sums):
         yield f"{tokens:,.0f} tokens loaded"
     if blocks := sums.get("stored_blocks"):
         yield f"{blocks:,.0f} blocks stored ({format_size(int(sums.get('stored_bytes', 0)))})"

@@ -13,7 +13,7 @@ from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
-from tiers.contract.stats import CHAIN, COUNTERS, LAST, TierStats
+from tiers.contract.stats import CHAIN, COUNTERS, LAST, TierStats, tokens_loaded
 from tiers.control.change_watch import Saved
 from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
 
@@ -151,7 +151,7 @@ class StatusBoard:
         name = spec.tier_name
         state, why = child.condition()
         used, capacity = child.room()
-        tokens, rate = sums.get("loaded_tokens"), sums.get("load_tokens_per_second")
+        tokens, rate = tokens_loaded(sums), sums.get("load_tokens_per_second")
         # Of all ranks, and of a load's own blocks: what a token takes here.
         token_bytes = sums.get("loaded_bytes", 0.0) / tokens if tokens else None
         return TierStatus(
@@ -184,7 +184,7 @@ class StatusBoard:
 def _ghosts(chain: ChainSpec, sums: Sums, prefill: float | None) -> Iterator[GhostStatus]:
     """Tiers that have ghosts, as they are, and their ghosts. `prefill`: tokens a second."""
     rates = {tier: of_tier.get("load_tokens_per_second") for tier, of_tier in sums.items()}
-    loads = ((s.get("loaded_bytes"), s.get("loaded_tokens")) for s in sums.values())
+    loads = ((s.get("loaded_bytes"), tokens_loaded(s)) for s in sums.values())
     token_bytes = next((size / tokens for size, tokens in loads if size and tokens), None)
     shown: dict[str, float | None] = {}
     for ghost in chain.ghosts:

@@ -111,7 +111,7 @@ def test_preempted_requests_come_back(engine: Callable[..., ReplayEngine], tmp_p
     requests = [made.add(prompt, 40) for prompt in prompts]
     made.run()
     assert made.scheduler.preemptions > 0
-    assert measured(made, "loaded_tokens", "cpu") > 0, "their own blocks are loaded again"
+    assert measured(made, "reloaded_tokens", "cpu") > 0, "their own blocks are loaded again"
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.output == answer(MODEL, prompt, 40)
 

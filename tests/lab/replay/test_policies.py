@@ -64,8 +64,11 @@ def ask_again(made: ReplayEngine, world_size: int = 1, **options: Any) -> Replay
 
 
 def loaded(made: ReplayEngine) -> dict[str, float]:
-    """Blocks of use that each tier has loaded."""
-    counted = {name: measured(made, "loaded_tokens", name) / 4 for name in made.stats.data}
+    """Blocks of use that each tier has loaded, for the first time or again."""
+    counted = {
+        name: sum(measured(made, f"{kind}_tokens", name) for kind in ("loaded", "reloaded")) / 4
+        for name in made.stats.data
+    }
     return {name: blocks for name, blocks in counted.items() if blocks}
 
 

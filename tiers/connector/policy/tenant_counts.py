@@ -42,10 +42,11 @@ class TenantCounts:
             left, count = left - part, count - of_tenant
             self.count(tenant, tenant_stored_bytes=part)
 
-    def loaded(self, tenant: str, tokens: int) -> None:
-        """Tokens of a tenant that need not be computed. What that saves counts once it is known
-        how fast the engine computes."""
-        self.count(tenant, tenant_loaded_tokens=tokens)
+    def loaded(self, tenant: str, tokens: int, again: bool) -> None:
+        """Tokens of a tenant that need not be computed, or not `again`. What that saves counts once
+        it is known how fast the engine computes."""
+        if not again:
+            self.count(tenant, tenant_loaded_tokens=tokens)
         self._unvalued[self._entry(tenant)] += tokens
 
     def _entry(self, tenant: str) -> str:

@@ -426,11 +426,12 @@ class OffloadingScheduler(SchedulerConnector):
             tenants.count(tenant, tenant_load_seconds=self._now() - load.shared.began)
 
     def _count_loaded(self, request_state: RequestState, blocks: int) -> None:
-        tokens = self._tokens(blocks)
-        self.note(loaded_tokens=tokens)
-        self._requests.tenants.loaded(tenant_of(request_state.request), tokens)
+        tokens, request = self._tokens(blocks), request_state.request
         # As the engine counts what it had cached of a prompt: when that begins first.
-        if tokens and not getattr(request_state.request, "num_preemptions", 0):
+        again = bool(getattr(request, "num_preemptions", 0))
+        self.note(**{"reloaded_tokens" if again else "loaded_tokens": tokens})
+        self._requests.tenants.loaded(tenant_of(request), tokens, again)
+        if tokens and not again:
             request_state.cached[self._tier.name] = tokens
 
     def _tokens(self, blocks: int) -> int:
