@@ -118,6 +118,22 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
     assert [measured(made, "lookups", tier) for tier in ("slow", "disk")] == [2, 2]
 
 
+def test_a_lookup_that_fails_is_a_failure_of_the_tier(
+    engine: MakeEngine, store: TroubledStore
+) -> None:
+    """Also where it is the scheduler alone that may not, or can't, ask."""
+    store.slow.indexed = False
+    slow = SlowSpec(type="slow")
+    made = engine(ChainSpec(version=1, load_when="always", tiers=(slow,)), prefix_caching=False)
+    store.faults.fail("has", error=TierUnavailable("no permissions"))
+    for prompt in (PROMPT, PROMPT[1:]):
+        made.generate(prompt, 1)
+        made.settle()
+    failed = manager_of(made)._store.failures.total
+    assert measured(made, "tier_failures", "slow") == failed > 0
+    assert measured(made, "stored_blocks", "slow") > 0 == measured(made, "store_failures", "slow")
+
+
 @pytest.mark.parametrize("load", LOAD_POLICIES)
 @pytest.mark.parametrize("limit", ["prompt log-probabilities", "max_load_tokens", "tiers"])
 def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(

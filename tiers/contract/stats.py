@@ -57,7 +57,7 @@ COUNTERS = {
     "rank's part. A server evicts by itself.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
     "came too fast, found no room, or their folder failed.",
-    "tier_failures": "Operations of the tier that failed.",
+    "tier_failures": "Operations of the tier that failed, on any rank or in the scheduler.",
     "recorded_requests": "Requests that record wrote; its tier is (chain), the chain itself.",
     "record_dropped": "Requests that record could not write, or not in time; its tier is (chain).",
     "tenant_hit_tokens": "hit_tokens of all tiers, by tenant.",

@@ -78,7 +78,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._handshakes: dict[int, WorkerHandshake] = {}
         self._reported: dict[str, float] = {}
         self._is_news = False
-        self._evicted_seen = 0
+        self._totals: Counter[str] = Counter()
         self._warming: Warming | None = None
 
     def warm(
@@ -230,9 +230,9 @@ class OffloadingScheduler(SchedulerConnector):
         tier, manager = self._tier, self.manager
         if measures := tier.kv_events.take_measures():
             tier.count(**measures)
-        if evicted := manager.evicted() - self._evicted_seen:
-            self._evicted_seen += evicted
-            tier.count(evictions=max(0, evicted))
+        totals = Counter(evictions=manager.evicted(), tier_failures=manager.failures())
+        tier.count(**(totals - self._totals))
+        self._totals = totals
         used, capacity = self.room()
         gauges = self._jobs.gauges(tier.open.block_bytes) | tier.gauges()
         gauges |= {

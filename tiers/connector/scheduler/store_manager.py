@@ -399,6 +399,9 @@ class StoreManager(TierManager):
     def evicted(self) -> int:
         return self._store.counts().evicted
 
+    def failures(self) -> int:
+        return self._store.failures.total
+
     def retune(self, spec: OffloadingSpec, lookup_deadline: float) -> None:
         self._queue.wait_at_most(lookup_deadline)
         if isinstance(spec, StoreSpec):

@@ -148,6 +148,10 @@ class TierManager:
         """Blocks evicted so far that were not reported to this process one by one."""
         return 0
 
+    def failures(self) -> int:
+        """Operations that failed so far in this process."""
+        return 0
+
     def slots_kept(self) -> int:
         """Slots of the host pool that the tier keeps blocks in."""
         return 0
