@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.support.replay_chains import cpu, disk
 from tiers.cli.status import bytes_text, ghost_lines, lines, span
+from tiers.control.control_server import ControlServer
 from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
 from tiers.lab.replay import ReplayEngine
 
@@ -144,3 +146,30 @@ def test_engines_are_shown_and_a_tier_that_is_not_open_is_status_1(
     assert {tier["state"] for one in found for tier in one["tiers"]} == {"open", "refused"}
     status, out, err = kvtiers("status", "--folder", tmp_path)
     assert (status, out) == (1, "") and "no engine listens" in err
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ([{"state": "open"}, {"state": "open", "temperature": 21}], 0),
+        ([], 0),
+        ([{"state": "open"}, {"state": "degraded"}], 1),
+        ([{"condition": "open"}], 1),
+        (["open"], 1),
+        ({"disk": {"state": "open"}}, 1),
+        (None, 1),
+    ],
+)
+def test_json_of_another_version_is_judged_by_the_states_that_it_has(
+    kvtiers: Run, tmp_path: Path, tiers: object, expected: int
+) -> None:
+    content = {**STATUS.model_dump(), "tiers": tiers}
+    folder = tmp_path / "control"
+    with closing(ControlServer(folder, "new", {"status": lambda _: content})):
+        status, out, err = kvtiers("status", "--json", "--folder", folder)
+        assert (status, err) == (expected, "")
+        assert json.loads(out)["tiers"] == tiers
+    with closing(ControlServer(folder, "odd", {"status": lambda _: [content]})):
+        for more in ((), ("--json",)):
+            status, out, err = kvtiers("status", *more, "--folder", folder)
+            assert (status, out) == (1, "") and "its answer is another version's" in err

@@ -41,10 +41,11 @@ def status(
         try:
             found = EngineStatus.model_validate(content)
         except ValidationError:
-            if not as_json:
+            if not (as_json and isinstance(content, dict)):
                 raise other_version(name) from None
-        else:
-            all_open &= all(tier.state == "open" for tier in found.tiers)
+        tiers = content.get("tiers")
+        has_states = isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers)
+        all_open &= has_states and all(tier.get("state") == "open" for tier in tiers)
         for line in [json.dumps({"engine": name, **content})] if as_json else lines(name, found):
             typer.echo(line)
     if not all_open:
