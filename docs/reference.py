@@ -59,7 +59,8 @@ of `tier`: the name that `tenants` of the chain gives to a cache salt, or (other
 ([served](served.md)). A gauge is as of the engine's last step: vLLM takes metrics in its steps
 alone, and an engine without requests takes none; the next step tells how the tiers do then. vLLM's
 log line of each interval has one short text of them: what each tier loaded, stored, evicted,
-dropped and failed to do, and its state where that is not open.
+dropped and failed to do, and its state where that is not open. Of a model with several KV cache
+groups each part of a block counts as a block.
 """
 
 

@@ -22,13 +22,15 @@ COUNTERS = {
     "slower.",
     "recompute_preferred_engine": "Requests that computed what the tier held, because the engine "
     "takes more beside a load (load_engine_seconds) than the tier would save.",
-    "loaded_blocks": "Blocks loaded and verified.",
+    "loaded_blocks": "Blocks loaded and verified; of several ranks each one's part.",
     "loaded_bytes": "Bytes loaded.",
     "warmed_blocks": "Blocks loaded into host memory when the engine had started (warm).",
     "load_timeouts": "Loads that a rank gave up, or did not begin, since they could not end within "
-    "max_wait or before computing.",
-    "load_failures": "Blocks found but not loaded; the engine recomputes them.",
-    "damaged_blocks": "Blocks that failed verification; they are never served.",
+    "max_wait or before computing; of several ranks each one's.",
+    "load_failures": "Blocks found but not loaded, of several ranks each one's part; the engine "
+    "recomputes them.",
+    "damaged_blocks": "Blocks that failed verification, of several ranks each one's part; they are "
+    "never served.",
     "store_taken": "Blocks that the tier took to store, of several ranks once; with the dropped "
     "ones, those that it was offered and lacked.",
     "stored_blocks": "Blocks sent to the tier and stored; of several ranks each one's part.",
@@ -36,7 +38,8 @@ COUNTERS = {
     "renewed_blocks": "Blocks to store that the tier had already: they are not sent, their time to "
     "live begins anew.",
     "renewed_bytes": "Bytes of those.",
-    "store_failures": "Blocks that the tier took but did not store.",
+    "store_failures": "Blocks that the tier took but did not store; of several ranks each one's "
+    "part.",
     "store_dropped_no_slot": "Blocks not stored by the end of their request: no slot was free.",
     "store_dropped_inflight": "Blocks not stored by the end of their request: max_inflight was "
     "reached.",
