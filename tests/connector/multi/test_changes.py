@@ -50,7 +50,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.changes import ChangeReport
 from tiers.contract.messages import WorkerHandshake
-from tiers.contract.stats import STATES
+from tiers.contract.stats import GAUGES, STATES
 from tiers.control.status_board import StatusBoard
 from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierUnusable
@@ -118,6 +118,8 @@ def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
         assert not list((tmp_path / "owners").glob("*")), "no process has the folder open"
         assert "disk" not in served(engine, PROMPT)
         assert measured(engine, "tier_state", "disk") == STATES.index("detached")
+        last = {name: measured(engine, name, "disk") for name in GAUGES}
+        assert last == dict.fromkeys(GAUGES, 0.0), "nothing is shown as it was"
         assert not change(engine, chain_of(a, b)).why
         assert served(engine, PROMPT)["disk"] > 0
         assert measured(engine, "tier_state", "disk") == STATES.index("open")

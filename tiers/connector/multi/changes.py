@@ -35,7 +35,7 @@ from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
 from tiers.contract.connector import SchedulerConnector, do_nothing
 from tiers.contract.messages import WorkerHandshake
-from tiers.contract.stats import STATE, STATES, TierStats
+from tiers.contract.stats import GAUGES, STATE, STATES, TierStats
 from tiers.errors import TierUnusable
 
 logger = logging.getLogger(__name__)
@@ -433,8 +433,7 @@ class AbsentTier(SchedulerConnector):
     shutdown = do_nothing
 
     def __init__(self, name: str) -> None:
-        gauges = "reads_up", "writes_up", "capacity_bytes", "used_bytes", "retained_blocks"
-        last = {**dict.fromkeys(gauges, 0.0), STATE: float(STATES.index("detached"))}
+        last = {**dict.fromkeys(GAUGES, 0.0), STATE: float(STATES.index("detached"))}
         self._stats: TierStats | None = TierStats({name: {**last}})
 
     def get_kv_connector_stats(self) -> TierStats | None:
