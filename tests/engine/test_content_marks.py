@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import tracemalloc
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -233,6 +234,25 @@ def test_so_many_names_are_remembered() -> None:
         marks.of(asked(name, seen(name, RED)))
     assert not marks.of(asked("1", seen("b", BLUE))).shared
     assert marks.of(asked("2", seen("a", BLUE))).shared, "the engine has long forgotten it, too"
+    for name in "defgh":
+        late = asked(name, seen(name, RED))
+        assert marks.give_up(late, late=False)
+        marks.forget(name)
+    assert not marks.of(asked("3", seen("h", RED))).shared
+    assert marks.of(asked("4", seen("d", RED))).shared, "those in doubt are no more"
+
+
+def test_a_client_does_not_choose_how_much_memory_its_names_take() -> None:
+    marks = process()
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            marks.of(asked("1", seen(f"{number}\ud800".ljust(1 << 20), RED)))
+            marks.forget("1")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1 << 20
 
 
 def test_blocks_before_an_image_are_those_of_their_tokens() -> None:

@@ -96,8 +96,8 @@ class ContentMarks(MediaMarks):
         self._sees_all = sees_all
         self._by_adapter = by_adapter
         self._here = secrets.token_bytes(MARK_BYTES)
-        self._contents: OrderedDict[str, bytes | None] = OrderedDict()
-        """The content of each name, in order of use; None: it had several."""
+        self._contents: OrderedDict[bytes, bytes | None] = OrderedDict()
+        """The content of each name, by its digest, in order of use; None: it had several."""
         self._marks: dict[str, MediaMark] = {}
         self._names: dict[str, set[str]] = {}
         self._digesting: dict[str, list[_Asked]] = {}
@@ -188,7 +188,8 @@ class ContentMarks(MediaMarks):
         apart = all(one.offset + one.length <= next.offset for one, next in pairwise(places))
         if not apart:
             self._log.warn(_MIXED)
-        return apart and all(self._contents.get(one.identifier, b"") is not None for one in media)
+        keys = (_digest(one.identifier) for one in media)
+        return apart and all(self._contents.get(key, b"") is not None for key in keys)
 
     def doubt(self, request: Any) -> None:
         for medium in request.mm_features:
@@ -196,9 +197,7 @@ class ContentMarks(MediaMarks):
 
     def _doubt(self, name: str) -> None:
         """Store nothing of requests with this name, which run or come."""
-        self._contents[name] = None
-        if len(self._contents) > self._room:
-            self._contents.popitem(last=False)
+        self._keep(_digest(name), None)
         for request_id, names in self._names.items():
             if name in names:
                 self._marks[request_id].shared = False
@@ -223,7 +222,7 @@ class ContentMarks(MediaMarks):
             if one.content.done():
                 self._known(name, one.content.result())
             else:  # the engine's caches may have it under this name for as long as it runs
-                self._contents[name] = None
+                self._doubt(name)
         self._drop(given_up)
         self._drop(self._digesting.pop(request_id, []))
 
@@ -234,14 +233,13 @@ class ContentMarks(MediaMarks):
     def _known(self, name: str, content: bytes | None, adapter: bytes = b"") -> bytes | None:
         """Return what `name` stands for, None if for several contents. A name without a known
         `content` stands for itself, in this process. `adapter`: what it is encoded with."""
+        key = _digest(name)
         if content is None:
-            content = _digest(self._here + name.encode())
+            content = _digest(self._here + key)
             self._log.warn(_UNSEEN)
         content = _digest(content + adapter) if adapter else content
-        first = self._contents.setdefault(name, content)
-        self._contents.move_to_end(name)
-        if len(self._contents) > self._room:
-            self._contents.popitem(last=False)
+        first = self._contents.get(key, content)
+        self._keep(key, first)
         if first is None:
             return None
         if first == content:
@@ -250,6 +248,12 @@ class ContentMarks(MediaMarks):
         self._doubt(name)
         self._log.warn(_SEVERAL)
         return None
+
+    def _keep(self, key: bytes, content: bytes | None) -> None:
+        self._contents[key] = content
+        self._contents.move_to_end(key)
+        if len(self._contents) > self._room:
+            self._contents.popitem(last=False)
 
 
 def _place(medium: Any) -> bytes:
@@ -260,7 +264,9 @@ def _place(medium: Any) -> bytes:
     return repr((medium.modality, place.length, filled)).encode()
 
 
-def _digest(data: bytes) -> bytes:
+def _digest(data: bytes | str) -> bytes:
+    """Of bytes, or of a name, since clients may choose that, and how long it is."""
+    data = data if isinstance(data, bytes) else data.encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=MARK_BYTES).digest()
 
 
