@@ -356,16 +356,18 @@ def test_a_record_that_lies_is_left_out(
     assert "1 damaged and left out" in ran.out or "is damaged at byte" in ran.err
 
 
-def test_a_record_that_is_longer_than_the_archive_is_where_it_ends(
-    tmp_path: Path, kvtiers: Callable[..., Ran]
+@pytest.mark.parametrize("length", [1 << 62, 8192])
+def test_a_record_that_is_longer_than_the_archive_or_its_block_is_where_it_ends(
+    tmp_path: Path, kvtiers: Callable[..., Ran], length: int
 ) -> None:
     """Whoever wrote its length does not choose how much memory reading it takes."""
-    header, length = block.Header(b"n" * 48, 0, 4096, 4096, bytes(16)).pack(), 1 << 62
+    header = block.Header(b"n" * 48, 0, 4096, 4096, bytes(16)).pack()
     sum_ = archive._frame_sum(False, length, header)
-    frame = archive._FRAME.pack(archive._RECORD, False, length, sum_) + header + bytes(4096)
+    frame = archive._FRAME.pack(archive._RECORD, False, length, sum_) + header + bytes(8192)
     (tmp_path / "lies.kvt").write_bytes(lying(HEAD)[: -archive._FRAME.size] + frame)
     ran = kvtiers("import", chain_of(tmp_path / "kv"), tmp_path / "lies.kvt")
     assert ran.status == 1 and "0 blocks" in ran.out and "is damaged at byte" in ran.err
+    assert "left out" not in ran.out, "it was read"
 
 
 def test_a_note_of_an_archive_replaces_none_and_moves_no_cursor(

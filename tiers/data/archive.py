@@ -142,7 +142,7 @@ class ArchiveReader:
                 header = parse_header(header_bytes)
             except RecordError:
                 return
-            if not _is_sound(header):
+            if not _is_sound(header) or size > header.stored_bytes:
                 return
             yield Frame(header, packing == _ZSTD, offset, size)
             self.headers.update(header_bytes)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_damage_costs_runs_and_changes_none() -> None:
         found = list(unpack(bytes(spoilt)))
         assert found == runs[: len(found)] and len(found) < 3
         assert list(unpack(data[:place])) == runs[: len(list(unpack(data[:place])))]
+
+
+@pytest.mark.parametrize(
+    ("head", "keys"),
+    [(b"[" * 100_000, 0), (b'[0, 2, "", null, null, null]', 100_000)],
+)
+def test_whoever_writes_the_checksum_too_gets_no_more(head: bytes, keys: int) -> None:
+    body = journal._HEAD.pack(34, 32, keys, len(head)) + head
+    lie = journal._FRAME.pack(len(body), zlib.crc32(body)) + body
+    assert list(unpack(pack(run_of(1)) + lie + pack(run_of(9)))) == [run_of(1)]
 
 
 def test_only_the_user_can_read_what_is_kept(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def unpack(data: bytes) -> Iterator[Run]:
             return
         try:
             yield _run(body)
-        except (ValueError, TypeError, struct.error):  # whole, and of another version
+        except (ValueError, TypeError, RecursionError, struct.error):  # as of another version
             return
         at += _FRAME.size + size
 
@@ -288,6 +288,8 @@ def _run(body: bytes) -> Run:
     group, block_tokens, parent, lora_id, lora_name, extra_keys = facts
     start += head_bytes
     end = start + count * key_bytes
+    if end > len(body):
+        raise ValueError("it says that it has more keys")
     keys = [body[i : i + key_bytes] for i in range(start, end, key_bytes)]
     tokens = array("I", body[end:])
     origin = Origin(tokens.tolist(), lora_id, lora_name, _tuples(extra_keys))
