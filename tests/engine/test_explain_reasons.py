@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.support.changing import change, running
 from tests.support.explaining import explained, last_told, tier_of
 from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tests.support.slow_store import SlowSpec, TroubledStore
+from tiers.connector.policy.request_params import RequestLimits
 from tiers.errors import TierUnavailable
 from tiers.explain.accounts import lines
 from tiers.lab.replay import ReplayEngine, answer
@@ -91,6 +93,10 @@ def test_limits_of_the_request(made: MakeEngine, tmp_path: Path) -> None:
     ask(one)
     ask(one, kv_transfer_params={"kvtiers": {"tiers": ["disk"]}})
     assert (why(one, "cpu"), why(one, "disk")) == ("limit", "served")
+    ask(one, kv_transfer_params={"kvtiers": {"tiers": ["disk", "no tier " * 1000]}})
+    gc.collect()
+    kept = [found for found in gc.get_objects() if isinstance(found, RequestLimits)]
+    assert not any(limits.tiers for limits in kept), "a client would fill memory with names"
     ask(one, kv_transfer_params={"kvtiers": {"max_load_tokens": 0}})
     assert (why(one, "cpu"), why(one, "disk")) == ("limit", "limit")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,13 @@ TIERS = 4
 
 def request(number: int) -> Any:
     return FakeRequest(f"request-{number:06}", num_tokens=64)
+
+
+def wordy(number: int) -> Any:
+    """Whose client chose a long name, and sends much in its trace context."""
+    one: Any = FakeRequest(f"{number:06}\u2603".ljust(5000), num_tokens=64)
+    one.trace_headers = {"traceparent": "00-", "tracestate": "x" * 5000 * (number % 2)}
+    return one
 
 
 def serve(known: Explanations, one: Any, attempts: int = 1) -> None:
@@ -49,12 +57,15 @@ def test_the_last_requests_are_kept() -> None:
     assert [one.request_id for one in known.all()] == [f"request-{n:06}" for n in range(15, 20)]
 
 
-def test_their_bytes_are_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("request_", [request, wordy])
+def test_their_bytes_are_counted_and_bounded(
+    monkeypatch: pytest.MonkeyPatch, request_: Callable[[int], Any]
+) -> None:
     """By an estimate that is no less than what they take."""
     monkeypatch.setattr(explanations, "MAX_BYTES", 200_000)
     known = Explanations([*map(str, range(TIERS))], 4)
     for number in range(400):
-        serve(known, request(number), attempts=1 + number % 3)
+        serve(known, request_(number), attempts=1 + number % 3)
     held = known.all()
     assert 0 < len(held) < 400
     real = sum(deep_size(one, set()) for one in held)

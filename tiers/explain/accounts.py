@@ -154,10 +154,9 @@ class Accounts:
 
     def _why(self, child: int, attempt: Attempt, answer: TierAnswer | None) -> str:
         """Why a child loads nothing: a word of `REASONS`."""
-        name = self._names[child]
         if attempt.spent:
             return "budget"
-        if not attempt.may_load(name):
+        if self._names[child] in attempt.limited:
             return "limit"
         if attempt.order is not None and child not in attempt.order:
             return "out"

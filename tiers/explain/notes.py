@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
 
 from tiers.contract.messages import NO_LOOKUP_TIMES, NO_TIMES, LoadTimes, LookupTimes
@@ -92,7 +93,7 @@ class Attempt:
     external: int = 0
     preempted: int = 0
     spent: bool = False
-    may_load: Callable[[str], bool] = lambda tier: True
+    limited: Container[str] = ()
     order: Container[int] | None = None
     choice: Decision | None = None
     answers: Sequence[TierAnswer] = ()
@@ -128,10 +129,10 @@ class Attempt:
 
         return noted
 
-    def asks_tiers(self, may_load: Callable[[str], bool], order: Container[int]) -> None:
-        """The tiers are asked, perhaps again. `may_load`: whether the request's own limits let
-        any block come from a tier. `order`: the children that load for any request."""
-        self.may_load, self.order = may_load, order
+    def asks_tiers(self, limited: Container[str], order: Container[int]) -> None:
+        """The tiers are asked, perhaps again. `limited`: the names of the children from which the
+        request's own limits let no block come. `order`: those that load for any request."""
+        self.limited, self.order = limited, order
         self.unanswered.clear()
         self._raw.clear()
 
@@ -267,8 +268,9 @@ class RequestNotes:
     def _size(self) -> int:
         """About what it takes in memory, in bytes."""
         answers = sum(len(one.answers) + 2 * len(one.parts) for one in self.attempts)
+        texts = sum(map(getsizeof, [self.request_id, *(self.trace or {}).values()]))
         trace = 0 if self.trace is None else 512
-        return 1000 + trace + 1100 * len(self.attempts) + 300 * answers
+        return 1000 + texts + trace + 1100 * len(self.attempts) + 300 * answers
 
 
 def count_answers(

@@ -168,11 +168,13 @@ class Chooser:
     def _question(
         self, request_state: RequestState, num_computed_tokens: int, notes: Attempt
     ) -> _Question:
+        limits = request_state.limits
         versions = self._versions(request_state, num_computed_tokens)
         if versions is None or versions != request_state.versions:
             self._forget(request_state, versions)
-            notes.asks_tiers(request_state.limits.may_load, self._order)
-        limit = request_state.limits.max_load_tokens
+            limited = [name for name, _ in self._children if not limits.may_load(name)]
+            notes.asks_tiers(limited, self._order)
+        limit = limits.max_load_tokens
         loadable = request_state.request.num_tokens - num_computed_tokens
         loadable = loadable if limit is None else min(loadable, limit)
         loadable -= loadable % self._block_tokens
