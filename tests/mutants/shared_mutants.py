@@ -99,8 +99,8 @@ MUTANTS = (
     BUCKET.but(
         "memory",
         "a read keeps the caller's memory",
-        "        handle = os.open(path, os.O_RDONLY",
-        "        self._kept = into\n        handle = os.open(path, os.O_RDONLY",
+        "        handle = reopen(path, os.O_RDONLY",
+        "        self._kept = into\n        handle = reopen(path, os.O_RDONLY",
     ),
     BUCKET.but(
         "leaks",

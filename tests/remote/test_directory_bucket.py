@@ -432,6 +432,48 @@ def test_a_directory_that_is_not_the_tiers_own_is_refused(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_member_of_the_group_leads_no_pack_elsewhere(
+    place: Path, tmp_path: Path, depth: int
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for missing in (False, True):
+        folder = Path(*(place / NAME).parts[: len(place.parts) + depth])
+        folder.parent.mkdir(0o700, exist_ok=True)
+        folder.symlink_to(elsewhere)
+        if not missing:
+            (elsewhere / NAME).parent.mkdir(parents=True)
+        with pytest.raises(TierUnavailable, match=f"{folder} is a link"):
+            DirectoryBucket(place).put(NAME, [b"pack"])
+        assert not files(elsewhere)
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        folder.unlink()
+        assert DirectoryBucket(place).put(NAME, [b"pack"])
+        shutil.rmtree(place / NAME[:32])
+
+
+@pytest.mark.fault
+def test_a_pipe_in_the_place_of_a_pack_holds_up_no_thread(place: Path) -> None:
+    bucket = DirectoryBucket(place)
+    assert bucket.put(NAME, [b"pack"])
+    (place / NAME).unlink()
+    os.mkfifo(place / NAME)
+    with pytest.raises(TierUnavailable):
+        bucket.read(NAME, 0, [memoryview(bytearray(4))])
+
+
+@pytest.mark.fault
+def test_a_pack_that_a_host_has_from_an_nfs_server_here_is_waited_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, into = DirectoryBucket(place), bytearray(4)
+    assert bucket.put(NAME, [b"pack"])
+    left = fail(monkeypatch, "open", errno.EWOULDBLOCK)
+    assert bucket.read(NAME, 0, [memoryview(into)]) == 4
+    assert into == b"pack" and not left
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.EPERM, TierUnusable), (errno.EIO, TierUnavailable)]
 )

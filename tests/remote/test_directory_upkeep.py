@@ -14,7 +14,7 @@ import pytest
 
 from tests.remote.places import DAY, SIZE, SharedDirectory, there
 from tests.support.clock import Clock, wait_for
-from tiers.errors import TierFull
+from tiers.errors import TierFull, TierUnavailable
 from tiers.remote import directory_files
 from tiers.remote.directory_files import TEMPORARY
 from tiers.remote.directory_upkeep import TEMPORARY_SECONDS
@@ -230,6 +230,27 @@ def no_room(patch: pytest.MonkeyPatch, call: str) -> None:
         return None if call == "close" else real(*given)
 
     patch.setattr(os, call, full)
+
+
+@pytest.mark.fault
+def test_a_pipe_or_a_link_in_the_place_of_a_lease_holds_up_no_thread_and_leads_nowhere(
+    place: SharedDirectory, tmp_path: Path
+) -> None:
+    terms = place.terms()
+    assert terms.take(0, b"note")
+    elsewhere = tmp_path / "elsewhere"
+    (place.path / "upkeep").rename(elsewhere)
+    (place.path / "upkeep").symlink_to(elsewhere)
+    for write in (terms.take, terms.write):
+        with pytest.raises(TierUnavailable, match="upkeep is a link"):
+            write(1, b"mine")
+    assert (elsewhere / "term-1").read_bytes().startswith(b"note ")
+    (place.path / "upkeep").unlink()
+    (place.path / "upkeep").mkdir()
+    os.mkfifo(place.path / "upkeep" / "term-1")
+    for use, note in ((terms.read, []), (terms.write, [b"mine"])):
+        with pytest.raises(OSError, match=r"Illegal seek|No such device"):
+            use(1, *note)
 
 
 @pytest.mark.fault

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -284,20 +284,29 @@ def test_a_tier_that_does_not_count_what_it_holds_shows_no_fill(tmp_path: Path) 
 
 
 @pytest.mark.fault
-def test_a_note_that_hangs_holds_up_no_store(tmp_path: Path) -> None:
-    """A mark is a file as a pack is, and a read of it may hang alone: nobody writes to this one."""
+def test_a_note_that_hangs_holds_up_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark is a file as a pack is, and a read of it may hang alone."""
     tmp_path.chmod(0o700)
     before = _engine(tmp_path, 1, "1GiB")
     wait_for(lambda: any(tmp_path.glob(f"*/*/{b'mark'.hex()}")))
     close(before)
-    (mark,) = tmp_path.glob(f"*/*/{b'mark'.hex()}")
-    mark.unlink()
-    os.mkfifo(mark)
+    hung, ends, real = threading.Event(), threading.Event(), DirectoryBucket.read
+
+    def read(bucket: DirectoryBucket, name: str, *where: Any) -> int | None:
+        if name.endswith(b"mark".hex()):
+            hung.set()
+            ends.wait()
+        return real(bucket, name, *where)
+
+    monkeypatch.setattr(DirectoryBucket, "read", read)
     engine = _engine(tmp_path, 1, "1GiB")
     try:
         drive(engine, 3)
         engine.settle()
         assert measured(engine, "stored_blocks", "shared") > 0
+        assert hung.is_set()
     finally:
-        os.close(os.open(mark, os.O_WRONLY | os.O_NONBLOCK))  # fails where nobody hangs
+        ends.set()
         close(engine)

@@ -44,6 +44,8 @@ from tiers.remote.directory_files import (
     fill,
     first,
     refusal,
+    refuse_links,
+    reopen,
     unless_gone,
 )
 from tiers.remote.directory_upkeep import DirectoryTerms, PacksAndLeftovers
@@ -107,6 +109,8 @@ class DirectoryBucket:
         return True
 
     def _create(self, path: str) -> int:
+        fan_out = os.path.dirname(path)
+        refuse_links(os.path.dirname(fan_out), fan_out)
         with unless_gone():
             return create(path)
         self._make_folders(path)
@@ -142,7 +146,7 @@ class DirectoryBucket:
 
     def _read(self, path: str, start: int, into: Sequence[memoryview]) -> int:
         """Fill these views with the bytes from `start` on; how many there were. Raises OSError."""
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        handle = reopen(path, os.O_RDONLY)
         try:
             done, left = 0, list(into)
             while left and (count := os.preadv(handle, first(left, PIECE_BYTES), start + done)):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tiers.block import NAMESPACE_BYTES, Buffer, after
-from tiers.errors import TierRefused
+from tiers.errors import TierRefused, TierUnavailable
 
 TEMPORARY = ".tmp-"
 """What the name of a file begins with that is being written."""
@@ -24,6 +24,23 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def create(path: str) -> int:
     """Make a file that is not there yet. Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+
+
+def reopen(path: str, access: int) -> int:
+    """Open a file that was there, and wait for no other end of a pipe in its place. Raises
+    OSError."""
+    access |= os.O_NOFOLLOW
+    try:
+        return os.open(path, access | os.O_NONBLOCK)
+    except BlockingIOError:  # an NFS server here has given it to a host, and asks for it back
+        return os.open(path, access)
+
+
+def refuse_links(*folders: str) -> None:
+    """Raise TierUnavailable if one is a link: whoever made it would choose where we write."""
+    for folder in folders:
+        if os.path.islink(folder):
+            raise TierUnavailable(f"{folder} is a link, which may lead anywhere: remove it")
 
 
 def fill(handle: int, parts: Sequence[Buffer], mode: int) -> None:

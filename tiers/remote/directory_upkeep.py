@@ -25,6 +25,8 @@ from tiers.remote.directory_files import (
     fill,
     folders,
     refusal,
+    refuse_links,
+    reopen,
     unless_gone,
 )
 from tiers.remote.lease import FOLDER, NOTE_BYTES, name_of, terms_of
@@ -102,10 +104,11 @@ class DirectoryTerms:
 
     def _open(self, term: int, access: int) -> int | None:
         with unless_gone():
-            return os.open(self._file(term), access | os.O_NOFOLLOW)
+            return reopen(self._file(term), access)
         return None
 
     def _file(self, term: int) -> str:
+        refuse_links(self._folder)
         return f"{self._path}/{name_of(term)}"
 
 
