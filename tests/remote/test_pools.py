@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
+import time
 import traceback
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
+from tests.support.fronts import Front
 from tests.support.redis_verbs import PAYLOAD, is_up, opened
 from tests.support.servers import RedisServer, binaries
 from tiers.errors import TierUnavailable, TierUnusable
-from tiers.remote.pools import _cut_off
+from tiers.remote.pools import REPLY_BYTES
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
 from tiers.testing import Memory, make_key
@@ -135,28 +137,62 @@ def test_a_login_is_whole(settings: dict[str, Any], says: str) -> None:
         RedisSpec.model_validate(settings)
 
 
-class Late:
-    """A connection to whose socket the thread that cuts it off comes late."""
+class Liar(Front):
+    """A server that answers like none; `greets`: but for what clients say first."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._connected = connected
-        self.is_late, self.goes_on = threading.Event(), threading.Event()
+    def __init__(self, answer: bytes, more: bytes, greets: bool) -> None:
+        super().__init__()
+        self._answer, self._more, self._greets = answer, more, greets
 
-    @property
-    def _sock(self) -> socket.socket:
-        self.is_late.set()
-        assert self.goes_on.wait(60)
-        return self._connected
+    def serve(self, client: socket.socket) -> None:
+        while self._greets and b"CLIENT" in client.recv(4096):
+            client.sendall(b"+OK\r\n")
+        client.sendall(self._answer)
+        while self._more:
+            client.sendall(self._more)
 
 
 @pytest.mark.fault
-def test_a_connection_is_cut_off_for_no_other_verb() -> None:
-    """The verb for which it was to be has ended at that moment, and another borrows it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        late = Late(ours)
-        with _cut_off(late, 0.0):
-            assert late.is_late.wait(60)
-            threading.Timer(0.2, late.goes_on.set).start()
-        theirs.setblocking(False)
-        assert theirs.recv(1) == b"", "it is cut off by now, or is not at all"
+@pytest.mark.parametrize(("scheme", "greets"), [("redis", False), ("redis+cluster", True)])
+@pytest.mark.parametrize(
+    ("answer", "more", "says"),
+    [
+        (b"$99999999999\r\n", bytes(1 << 20), "a reply of more than"),
+        (b"+", bytes(1 << 20), "a reply of more than"),
+        (b"*99999999999\r\n", b"+%b\r\n" % bytes(1000) * 1000, "a reply of more than"),
+        (b"*1\r\n" * 100_000, b"", "recursion"),
+        (b"*x\r\n", b"", "invalid literal"),
+    ],
+)
+def test_a_server_does_not_choose_how_much_memory_its_replies_take(
+    scheme: str, greets: bool, answer: bytes, more: bytes, says: str
+) -> None:
+    with (
+        Liar(answer, more, greets) as liar,
+        opened(f"{scheme}://127.0.0.1:{liar.port}", timeout="1s") as store,
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(TierUnavailable, match=says):
+                store.has([make_key()])
+            assert tracemalloc.get_traced_memory()[1] < 8 * REPLY_BYTES
+        finally:
+            tracemalloc.stop()
+
+
+class Drips(Front):
+    def serve(self, client: socket.socket) -> None:
+        while True:
+            client.sendall(b"+")
+            time.sleep(0.05)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+def test_a_reply_that_drips_ends_with_its_verb(scheme: str) -> None:
+    with (
+        Drips() as drips,
+        opened(f"{scheme}://127.0.0.1:{drips.port}", timeout="300ms") as store,
+        pytest.raises(TierUnavailable),
+    ):
+        store.has([make_key()])

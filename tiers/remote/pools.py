@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import redis
+from redis._parsers import _RESP2Parser
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 from redis.retry import Retry
@@ -20,6 +22,9 @@ from tiers.remote.url import Endpoint, RedisUrl
 
 LEAST_WAIT = 0.001
 """Seconds for each further address of a host once the time is over: enough to be refused."""
+
+REPLY_BYTES = 4 << 20
+"""Most bytes of a reply that redis-py reads: a Cluster's map with each of its slots apart."""
 
 _REFUSAL = re.compile(r"certificate|_ssl\.c|reset by peer|Broken pipe|closed")
 """Is in errors about a server's certificate, and of a server that refuses ours or just hangs up."""
@@ -58,7 +63,8 @@ class Pool:
     def ask(self, deadline: Deadline, *words: bytes) -> Any:
         """Send a small command and return the reply, which redis-py reads. Raises RedisError or
         OSError."""
-        with self._connected(deadline) as connection, _cut_off(connection, deadline.left()):
+        with self._connected(deadline) as connection:
+            connection._sock.settimeout(deadline.left())
             connection.send_command(*words)
             return connection.read_response()
 
@@ -133,7 +139,7 @@ class _CurrentDeadline(threading.local):
 
 
 class _Bounded:
-    """Mixed into a connection: ends connecting and greeting at the verb's deadline."""
+    """Mixed into a connection: connects until the verb's deadline."""
 
     _sock: Any
     host: str
@@ -154,12 +160,6 @@ class _Bounded:
     @socket_connect_timeout.setter
     def socket_connect_timeout(self, _: float) -> None:
         pass
-
-    def connect(self) -> None:
-        if self._sock is None:
-            left = self.socket_timeout = self._current.deadline.left()
-            with _cut_off(self, left):
-                super().connect()  # type: ignore[misc]
 
     def _connect(self) -> socket.socket:
         plain: socket.socket = super()._connect()  # type: ignore[misc]
@@ -182,37 +182,34 @@ def _why_no_tls(error: OSError) -> str:
     return f"no TLS with this server: {why}"
 
 
+class _Received(io.BytesIO):
+    """What redis-py has received of a reply, which a server may drip, and make as long as it likes:
+    bounds its bytes, and the wait for each further one. redis-py bounds each wait alone."""
+
+    def __init__(self, connected: socket.socket, current: _CurrentDeadline) -> None:
+        super().__init__()
+        self._connected, self._current = connected, current
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > REPLY_BYTES:
+            raise redis.ConnectionError(f"a reply of more than {REPLY_BYTES} bytes")
+        self._connected.settimeout(self._current.deadline.left())
+        return super().write(data)
+
+
+class _Parser(_RESP2Parser):
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        connection._sock.settimeout(connection.socket_connect_timeout)  # of the greeting, too
+        connection._parser._buffer._buffer = _Received(connection._sock, connection._current)
+
+
 class _OverTcp(_Bounded, redis.Connection):  # type: ignore[misc]
     pass
 
 
 class _OverUnixSocket(_Bounded, redis.UnixDomainSocketConnection):  # type: ignore[misc]
     pass
-
-
-@contextmanager
-def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
-    """Shut down the connection's socket once `seconds` are over, unless the body has ended.
-    redis-py bounds each wait only, and a server may drip its replies."""
-    done = threading.Event()
-
-    def watch() -> None:
-        wait = seconds
-        while not done.wait(wait):  # there may be no socket yet
-            wait = 0.05
-            if (connected := connection._sock) is not None:
-                with suppress(OSError):
-                    # Not SSLSocket.shutdown, which also removes TLS: a thread about to send would
-                    # then send in the clear.
-                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
-
-    watcher = threading.Thread(target=watch, name="kvtiers-cut-off", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()  # else it could shut down what another verb has borrowed by then
 
 
 def _options(settings: ConnectionSettings, endpoint: Endpoint | None) -> dict[str, Any]:
@@ -223,6 +220,7 @@ def _options(settings: ConnectionSettings, endpoint: Endpoint | None) -> dict[st
         "password": url.password.get_secret_value() if url.password else None,
         "health_check_interval": 0,
         "protocol": 2,
+        "parser_class": _Parser,
         # The pool replaces a connection that it finds dead; retries would only add waits.
         "retry": Retry(NoBackoff(), 0),
     }

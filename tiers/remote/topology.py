@@ -25,8 +25,9 @@ Operation = Callable[[Stream, Sequence[int]], None]
 Kind = Literal["reads", "writes"]
 """What an operation does at a server; a server that refuses one kind may do the other."""
 
-FAILURES = (RedisError, ServerError, OSError)
-"""Raised by connecting to a server and by operations."""
+FAILURES = (RedisError, ServerError, OSError, ValueError, RecursionError)
+"""Raised by connecting to a server and by operations; the last ones by redis-py, for a reply that
+is none."""
 
 
 class OneMaster:
