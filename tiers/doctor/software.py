@@ -70,23 +70,23 @@ def examine_hashes(
     """Findings about the hashes of prefixes. `algorithm`: the engine's; "": it is not known."""
     if not any(isinstance(tier, StoreSpec) for tier in chain.tiers):
         return
-    if environ.get(_SEED):
+    if algorithm and not algorithm.startswith("sha256"):
+        yield DoctorFinding(
+            "warning",
+            f"clients can find prompts whose hashes by {algorithm} are equal, whatever {_SEED} is: "
+            "one is then answered from the other's KV, by every engine that shares it",
+            "set --prefix-caching-hash-algo sha256 for all engines",
+            "what is stored so far is not found",
+        )
+    elif environ.get(_SEED):
         yield DoctorFinding("fine", f"{_SEED} is set: set the same wherever blocks are to be found")
-    elif algorithm.startswith("sha256"):
+    elif algorithm:
         yield DoctorFinding("fine", f"prefix hashes ({algorithm}) are the same in every process")
-    elif not algorithm:
+    else:
         yield DoctorFinding(
             "can't tell",
             "whether other processes find these blocks: they do with vLLM's default, sha256",
-            f"with another --prefix-caching-hash-algo set {_SEED}; --model names it here",
-        )
-    else:
-        yield DoctorFinding(
-            "warning",
-            f"the hash algorithm {algorithm} begins at random in each process: no other one, nor "
-            "this one after a restart, finds what is stored on disk or in Redis",
-            f"set {_SEED}=0 for all engines, or --prefix-caching-hash-algo sha256",
-            "what is stored so far is not found",
+            "leave --prefix-caching-hash-algo at it; --model names it here",
         )
 
 

@@ -40,7 +40,7 @@ from tiers.engine.vllm_groups import (
     refuse_model,
 )
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_watch import before_resets, caller, fill_scales
+from tiers.engine.vllm_watch import before_resets, caller, fill_scales, warn_of_hashes
 from tiers.records import NamespaceNote
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class HostingEngine:
         self._executor = core.model_executor
         config = core.vllm_config
         refuse_engine(config, scheduler.kv_cache_config, spec.extra_config, trust_client_ids)
+        warn_of_hashes(config)
         self._facts = {
             **config_facts(config, vllm_version),
             "salt": salt,

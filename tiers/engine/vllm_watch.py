@@ -119,8 +119,17 @@ def worker_weights() -> Weights:
     return Weights()
 
 
+def warn_of_hashes(vllm_config: VllmConfig) -> None:
+    """Log if clients can find prompts of equal block hashes, with PYTHONHASHSEED or without."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if not algorithm.startswith("sha256"):
+        why = "clients can find prompts that are answered from each other's KV"
+        logger.warning("%s: set --prefix-caching-hash-algo sha256, not %s", why, algorithm)
+
+
 def marks_of_requests(vllm_config: VllmConfig) -> MarksOfRequests:
     """Make the marks of an engine's requests."""
+    warn_of_hashes(vllm_config)
     mistakes_salts = vllm_config.lora_config is not None and not HASHES_HAVE_PATHS
     world_size = vllm_config.parallel_config.world_size
     return MarksOfRequests(world_size, name_of, mistakes_salts=mistakes_salts)

@@ -392,6 +392,35 @@ def test_the_engine_is_held_where_its_runner_overwrites_before_it_asks(
 
 
 @pytest.mark.vllm
+def test_hashes_that_clients_can_make_equal_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once an engine, by its scheduler."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from tiers.engine import vllm_watch
+    from tiers.engine.vllm import engine_info
+    from tiers.engine.vllm_settings import engine_config
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3))
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layers.0"], spec)]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    warned: list[str] = []
+    monkeypatch.setattr(vllm_watch.logger, "warning", lambda *words: warned.append(words[-1]))
+    monkeypatch.setattr("tiers.engine.vllm.worker_weights", lambda: None)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    for algorithm in ("sha256", "sha256_cbor", "xxhash"):
+        words = ["--skip-tokenizer-init", "--block-size", "32"]
+        words += ["--prefix-caching-hash-algo", algorithm]
+        config = engine_config(tmp_path, words, None)
+        for role in KVConnectorRole:
+            engine_info(config, cache, role, chain_of(cpu()))
+    assert warned == ["xxhash"]
+
+
+@pytest.mark.vllm
 def test_ranks_that_share_out_tokens_have_longer_blocks(tmp_path: Path) -> None:
     """A chain is told so, and a list of connectors, whatever they are."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
