@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,12 @@ from tests.disk.audit import (
     run_code,
 )
 from tests.support.clock import wait_for
+from tiers.disk.folder.clean_close import condemn
+from tiers.disk.folder.folder import Folder
+from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.folder.owner import scan_owners
-from tiers.disk.index.edit import index_key
+from tiers.disk.index import index
+from tiers.disk.index.edit import Entry, index_key, parse_entry
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable
 
@@ -178,6 +184,66 @@ def test_damage_that_another_store_of_the_process_finds_as_it_opens(tmp_path: Pa
         wait_for(lambda: not handles_of(tmp_path, "*"))
     with opened(tmp_path) as store:
         assert get(store, keys(0)) == [False]
+
+
+@pytest.mark.fault
+def test_threads_that_meet_the_same_damage_condemn_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each said so, and all but one that the index could not be marked."""
+    together = threading.Barrier(4)
+
+    def parsed(row: bytes) -> Entry:
+        together.wait(60)
+        return parse_entry(row)
+
+    with opened(tmp_path) as store, ThreadPoolExecutor(4) as threads:
+        put(store, keys(0))
+        with folder_of(store).upkeep.held_back():
+            put_row(tmp_path, "blocks", index_key(key(0)), b"a row of another length")
+            monkeypatch.setattr(index, "parse_entry", parsed)
+            for one in [threads.submit(get, store, keys(0)) for _ in range(4)]:
+                with pytest.raises(TierUnavailable, match="damaged"):
+                    one.result()
+    assert sum("is emptied when" in line for line in caplog.messages) == 1
+    assert "can't be marked" not in caplog.text
+
+
+@pytest.mark.fault
+def test_an_index_that_can_t_be_marked_is_said_unless_another_has_marked_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process may have taken the draft that all write to."""
+    folder = Folder(tmp_path)
+    draft = tmp_path / "index.draft"
+    for is_said in (True, False):
+        draft.mkdir()
+        condemn(folder, ValueError("a bad row"))
+        assert ("can't be marked as damaged" in caplog.text) == is_said
+        draft.rmdir()
+        condemn(folder, ValueError("a bad row"))
+        caplog.clear()
+
+
+@pytest.mark.fault
+def test_an_index_that_another_has_made_anew_is_not_condemned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that met the damage of the one before as it opened it, and had left by then."""
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1))
+    (tmp_path / "index.seal").unlink()
+    put_row(tmp_path, "blocks", index_key(key(1)), b"a row of another length")
+    abandon = OpenFolder.abandon
+
+    def abandoned(folder: OpenFolder) -> None:
+        abandon(folder)
+        run_code("with opened(path) as store:\n    assert all(put(store, keys(7)))", tmp_path)
+
+    monkeypatch.setattr(OpenFolder, "abandon", abandoned)
+    with opened(tmp_path, slots=1) as store:
+        assert get(store, keys(7)) == [True]
+        audit(store)
 
 
 STAYS = """

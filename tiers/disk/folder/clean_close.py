@@ -132,6 +132,9 @@ def condemn(folder: Folder, why: Exception) -> None:
     try:
         record(folder, _CONDEMNED)
     except OSError as error:
+        with suppress(OSError):
+            if is_condemned(folder):  # by another process, which took the draft
+                return
         line = "disk tier %s: the index can't be marked as damaged: %s"
         logger.warning(line, folder.path, error)
 

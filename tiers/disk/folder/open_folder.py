@@ -112,9 +112,8 @@ class OpenFolder:
             with translated(self.path):
                 yield
         except Damaged as error:
-            if not self.gone:
+            if self._lose(str(error)):
                 clean_close.condemn(self._files, error)
-                self._lose(str(error))
             raise
 
     @contextmanager
@@ -197,14 +196,17 @@ class OpenFolder:
         except TierUnusable as error:
             self.short = str(error)
 
-    def _lose(self, why: str) -> None:
-        """Let no verb use the files any more. The last verb in flight closes them, which frees
-        their space."""
+    def _lose(self, why: str) -> bool:
+        """Let no verb use the files any more; whether this is the first to find that. The last verb
+        in flight closes them, which frees their space."""
         self.upkeep.stop()
         with self.count_lock:
+            if self.gone:
+                return False
             stores, self.stores, self.gone = self.stores, 0, why
         for _ in range(stores):
             self._release(self)
+        return True
 
     def resize(self, capacity: int) -> None:
         """Set the capacity, in bytes, for every process on the folder, and evict the first few

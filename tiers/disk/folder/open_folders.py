@@ -76,12 +76,13 @@ def _open(
         folder.remove_gone()
         with translated(folder.path):
             opened.start(owners, orphans, capacity)
-    except BaseException as error:
+    except Damaged as error:
+        clean_close.condemn(folder, error)  # once we have left, another may fill it anew
         opened.abandon()
-        if not isinstance(error, Damaged):
-            raise
-        clean_close.condemn(folder, error)
         return None  # the next try wipes it, if no other has it open
+    except BaseException:
+        opened.abandon()
+        raise
     return opened
 
 

@@ -38,7 +38,7 @@ class Keeping:
     So the files are made to look new, and those that are missing all the same are logged.
     """
 
-    def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], None]) -> None:
+    def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], object]) -> None:
         """`lose` is called once, with a line, when the folder was removed or replaced, or when
         another process has found its index to be damaged."""
         self._folder = folder
