@@ -19,7 +19,7 @@ from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, require_suitable
 from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index import mapped
-from tiers.disk.index.index import LEAST_AHEAD, Index, translated
+from tiers.disk.index.index import LEAST_AHEAD, Damaged, Index, translated
 from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
 from tiers.disk.slab import Access, choose_direct
 from tiers.errors import TierError, TierNotOpen
@@ -39,7 +39,7 @@ _LOST = "blocks that are there now are computed again"
 def examine(path: Path, capacity: int, access: Access) -> Iterator[DoctorFinding]:
     """Findings about the folder `path` for this capacity, in bytes. Raises OSError."""
     folder = Folder(Path(os.path.realpath(path.parent), path.name))
-    kind = mount_of(folder.path).kind
+    folder.kind = kind = mount_of(folder.path).kind
     beside = next(place for place in (folder.path, *folder.path.parents) if place.is_dir())
     there = "is" if os.path.lexists(folder.path) else "will be made"
     yield DoctorFinding("fine", f"{path} {there} on {kind or 'a file system without a name'}")
@@ -49,7 +49,7 @@ def examine(path: Path, capacity: int, access: Access) -> Iterator[DoctorFinding
         if os.path.lexists(folder.path):
             folder.check()
         if folder.index.exists():
-            usage = yield from _held(folder, kind in ONE_HOST, capacity, access)
+            usage = yield from _held(folder, capacity, access)
         else:
             yield from _try_out(path, beside, capacity, access)
     except TierError as error:
@@ -97,20 +97,22 @@ def _try_direct(path: Path, probe: Path, access: Access, capacity: int) -> Itera
     )
 
 
-def _held(
-    folder: Folder, one_host: bool, capacity: int, access: Access
-) -> Generator[DoctorFinding, None, Usage]:
+def _held(folder: Folder, capacity: int, access: Access) -> Generator[DoctorFinding, None, Usage]:
     """Findings about an index that is there; returns what it holds. Raises TierError."""
     with clean_close.compared(folder) as compared, folder.locked():
-        owners = scan_owners(folder.owners, one_host)
+        owners = scan_owners(folder.owners, folder.kind in ONE_HOST)
         if owners.refusal is not None:
             raise TierNotOpen(owners.refusal)
         yield from _try_direct(folder.path, folder.lock, access, capacity)
-    if why := ("" if owners.alive else owners.torn) or compared.wrong:
-        yield DoctorFinding("note", f"it will start empty: {why}", "nothing", _LOST)
+    is_ours = bool(owners.alive or owners.dead)
+    try:
+        if why := compared.why_wiped(owners):
+            raise Damaged(why)
+        with translated(folder.path), closing(Index(folder.index, is_ours=is_ours)) as index:
+            usage = index.usage()
+    except Damaged as error:
+        yield DoctorFinding("note", f"it will start empty: {error}", "nothing", _LOST)
         return Usage(0, 0, None)
-    with translated(folder.path), closing(Index(folder.index)) as index:
-        usage = index.usage()
     size = format_size(usage.used)
     who = f", and {len(owners.alive)} processes have it open" if owners.alive else ""
     yield DoctorFinding("fine", f"it holds {usage.blocks} blocks, {size}{who}")

@@ -13,6 +13,7 @@ import pytest
 from tests.disk.audit import MODE, SLOT, allocated, audit, get, keys, opened, put, run_code
 from tests.disk.child import NUMBERS, POINTS, payload_of_number, running, started
 from tiers.disk.disk_store import DiskStore
+from tiers.disk.spec import DiskSpec
 from tiers.errors import TierFull
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -187,6 +188,8 @@ def test_a_reboot_after_the_last_one_closed_keeps_the_tier(tmp_path: Path) -> No
         child.kill()
         assert put(store, keys(0)) == [True]
     reboot(tmp_path)
+    found = [one.found for one in DiskSpec(path=tmp_path, capacity=SLOT).examine()]
+    assert any(text.startswith("it holds 1 blocks") for text in found), found
     with opened(tmp_path) as store:
         assert get(store, keys(0)) == [True]
         audit(store)
@@ -198,6 +201,8 @@ def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
     time.sleep(0.1)
     child.kill()
     reboot(tmp_path)
+    found = [one.found for one in DiskSpec(path=tmp_path, capacity=SLOT).examine()]
+    assert "it will start empty: the machine went down while it was in use" in found
     with opened(tmp_path, slots=16) as store:
         assert store.usage().blocks == store.usage().used == 0
         put(store, keys(0))

@@ -18,6 +18,7 @@ import pytest
 
 from tests.disk.audit import (
     LMDB_PAGE,
+    SLOT,
     Other,
     audit,
     folder_of,
@@ -35,6 +36,7 @@ from tiers.disk.index import edit, slot_allocator
 from tiers.disk.index.edit import index_key
 from tiers.disk.index.index import translated
 from tiers.disk.index.slot_allocator import PendingUses
+from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -101,6 +103,11 @@ def test_a_torn_index_that_a_dead_process_left_is_not_taken_for_another_programs
     else:
         having = named if lost == "format" else b"recency"
         index.write_bytes(overwritten(content, content[older : older + LMDB_PAGE], having))
+    found = [
+        one for one in DiskSpec(path=tmp_path, capacity=SLOT).examine() if "index" in one.found
+    ]
+    (note,) = (one.found for one in found if one.gravity in ("note", "error"))
+    assert note.startswith("it will start empty: ") and "the index is damaged" in note
     with opened(tmp_path) as store:
         assert get(store, keys(*range(8))) == [False] * 8
         assert put(store, keys(0)) == [True]

@@ -23,7 +23,7 @@ import xxhash
 
 from tiers.concurrency.file_locks import acquire, opened, release
 from tiers.disk.folder.folder import ONE_HOST, Folder
-from tiers.disk.folder.owner import Owner, scan_owners
+from tiers.disk.folder.owner import Owner, Owners, scan_owners
 from tiers.disk.slab import sync_folder
 from tiers.errors import TierNotOpen
 from tiers.paths import found_at
@@ -51,6 +51,12 @@ class Compared(NamedTuple):
 
     state: State
     wrong: str | None
+
+    def why_wiped(self, owners: Owners) -> str:
+        """Why nobody may use the index of a folder with these owners; empty: it is usable. With a
+        digest the index was closed since, whoever else had been killed by then."""
+        is_sound = owners.alive or self.state.digest is not None
+        return self.wrong or ("" if is_sound else owners.torn)
 
 
 def state(folder: Folder) -> State:

@@ -112,7 +112,7 @@ class Folder:
         self.owners = path / "owners"
         self.index_lock = path / "index.mdb-lock"
         self.lock = path / "lock"
-        self.kind = ""  # of its file system, as `prepare` finds it
+        self.kind = ""  # of its file system, as `prepare` and `examine` find it
 
     def prepare(self) -> None:
         """Make the folder, or check the one that exists. Raises TierUnusable and TierNotOpen."""

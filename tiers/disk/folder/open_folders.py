@@ -102,9 +102,7 @@ def _become_owner(
     else:
         if clean_close.state(folder) != compared.state:
             return None
-        # With a digest the index was closed since, whoever else had been killed by then.
-        is_torn = compared.state.digest is None and owners.torn
-        if why := compared.wrong or is_torn:
+        if why := compared.why_wiped(owners):
             folder.wipe(why)
     direct, chosen = choose_direct(folder.path, folder.lock, access.io, capacity)
     try:
