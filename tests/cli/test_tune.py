@@ -213,6 +213,32 @@ def test_a_present_chain_beyond_the_budget_is_judged_and_not_chosen(
     assert kvtiers("validate", given / "chain.yaml").status == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "chosen"),
+    [
+        (", verify: always", 48),
+        ("", 64),
+        (", verify: always}, {type: cpu, name: b, capacity: 1GB, verify: always", 64),
+    ],
+)
+def test_a_present_chain_within_the_budget_may_be_chosen(
+    kvtiers: Kvtiers, given: Path, more: str, chosen: int
+) -> None:
+    """If its tiers have what the budget sets, and differ in type. It was a quarter cheaper
+    than the chosen chain."""
+    make_traffic([str(given / "trace.jsonl"), "--requests", "400"])
+    (given / "budget.yaml").write_text(
+        "objective: cost\nconstraints: {mean_ttft: 560ms}"
+        + BUDGET.replace("8GB}", "64GB, settings: {verify: always}}")
+    )
+    tiers = f"[{{type: cpu, capacity: 48GB, eviction: arc{more}}}]"
+    (given / "present.yaml").write_text(f"version: 1\ntiers: {tiers}\n")
+    ran = kvtiers(*arguments(given, chain="present.yaml", out="chain.yaml"))
+    assert (ran.status, ran.err) == (0, "")
+    (tier,) = load_chain(given / "chain.yaml").tiers
+    assert tier.capacity_bytes == chosen * 10**9
+
+
 def test_a_bad_present_chain(kvtiers: Kvtiers, given: Path) -> None:
     (given / "present.yaml").write_text("version: 1\ntiers: [{type: disk, capacity: 1GB}]\n")
     ran = kvtiers(*arguments(given, chain="present.yaml"))

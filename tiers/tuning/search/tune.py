@@ -112,12 +112,13 @@ def tune(
     block_bytes = block_tokens * budget.machine.kv_bytes_per_token
     curves = measure(searched, block_tokens, second_use=False)
     grows = growth(curves)
-    budget, now = (budget, None) if present is None else with_present(budget, present)
+    budget, now, is_within = with_present(budget, present) if present else (budget, None, False)
     sizes = worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes))
     space = Space(budget, sizes, now if options.near_present else None)
-    tried = {"fastest first": space.fastest_first(), "none": SimChain(())}
-    # What `space` does not start from may be beyond the budget: it is judged, and never chosen.
-    compared = tried if now is None else {"present": now, **tried}
+    guesses = {"fastest first": space.fastest_first(), "none": SimChain(())}
+    compared = guesses if now is None else {"present": now, **guesses}
+    # What `space` does not start from and is beyond the budget is judged, and never chosen.
+    tried = compared if is_within else guesses
     workload = Workload.of(requests, block_tokens)
     is_cut_off = False
     ends = math.inf if options.seconds is None else time.monotonic() + options.seconds
@@ -154,23 +155,25 @@ def tune(
     )
 
 
-def with_present(budget: Budget, chain: ChainSpec) -> tuple[Budget, SimChain]:
-    """The operator's chain for the simulation, and the budget with its tiers' profiles for those
-    media that it has with the same settings. A server, whose size no key says, has the budget's
-    limit. Raises SpecError for a tier that the budget's machine has no profile of."""
+def with_present(budget: Budget, chain: ChainSpec) -> tuple[Budget, SimChain, bool]:
+    """The budget with the profiles of the operator's tiers for those media that they have with the
+    same settings, their chain for the simulation, and whether it is within the budget. A server,
+    whose size no key says, has the medium's limit. Raises SpecError for a tier with no profile."""
     machine, media = budget.machine, {medium.type: medium for medium in budget.media}
     found, links = SimChain.of(chain), dict(machine.tiers)
-    tiers = []
+    tiers, within = [], set[str]()
     for spec, tier in zip(chain.tiers, found.tiers, strict=True):
         link, medium = machine.profile(tier.name, tier.type), media.get(tier.type)
         if medium is not None:
-            tier = replace(tier, capacity=tier.capacity or medium.limit)
-            new = medium.tier()
+            size, new = tier.capacity or medium.limit, medium.tier()
+            tier = replace(tier, capacity=size)
             if all(getattr(spec, key) == getattr(new, key) for key in medium.settings):
                 links[tier.type] = link
+                if size <= medium.limit:
+                    within.add(tier.type)
         tiers.append(tier)
-    machine = machine.model_copy(update={"tiers": links})
-    return budget.model_copy(update={"machine": machine}), replace(found, tiers=tuple(tiers))
+    budget = budget.model_copy(update={"machine": machine.model_copy(update={"tiers": links})})
+    return budget, replace(found, tiers=tuple(tiers)), len(within) == len(tiers)
 
 
 def _judged(
