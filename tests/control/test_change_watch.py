@@ -123,10 +123,14 @@ def test_a_change_for_the_worse_takes_none_along_that_came_while_it_was_asked_fo
         assert watched.verdict.went_back and changes.chain == paused
 
 
-def test_a_change_in_part_is_taken_back_once_its_tier_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_in_part", [True, False])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_change_is_taken_back_once_its_tier_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_part: bool, other: bool
 ) -> None:
+    """Unless another change comes first, which is said at once."""
     old, new = (chain_of(cpu(), disk(tmp_path, durability=how)) for how in ("batch", "sync"))
+    new = new if is_in_part else chain_of(cpu())
     with running(old) as engine:
         changes = changes_of(engine)
         with monkeypatch.context() as busy:
@@ -135,15 +139,22 @@ def test_a_change_in_part_is_taken_back_once_its_tier_has_left(
             review = Mock(side_effect=changes.review)
             monkeypatch.setattr(changes, "review", review)
             pending = change(engine, new)
-            assert pending.in_part and changes.chain == chain_of(cpu())
+            assert pending.in_part == is_in_part and changes.chain == chain_of(cpu())
             reviews = review.call_count
-            watched = ChangeWatch(changes, History(0.3, 0.3).saved, pending, seconds=3600)
+            watched = ChangeWatch(changes, History(0.3, 0.1).saved, pending, seconds=0.4)
             wait_until(lambda: review.call_count > reviews)
             assert watched.verdict.outcome == "watching"
+            if other:
+                newest = chain_of(cpu(), max_wait="5s")
+                change(engine, newest)
+                watch(engine, watched)
+                assert "another change came" in watched.verdict.why_not_back
+                assert changes.chain == newest
+                return
         watch(engine, watched)
         verdict = watched.verdict
-        assert verdict.outcome == "worse" and verdict.went_back
-        assert "made in part" in describe(verdict) and changes.chain == old
+        assert verdict.outcome == "worse" and verdict.went_back and changes.chain == old
+        assert ("made in part" in describe(verdict)) == is_in_part
 
 
 def test_another_change_ends_the_watch(tmp_path: Path) -> None:
@@ -209,7 +220,7 @@ def test_what_is_compared_leaves_out_the_change_itself(tmp_path: Path, refused: 
     pending.before = old
     going_back.end(3, "another change came")
     changes = Mock(version=2, request=Mock(return_value=going_back))
-    changes.review.return_value.refused = ()
+    changes.review.return_value.refused = ("no rank has room for it",)
 
     def saved(since: float, until: float, count: int) -> list[Saved]:
         spans.append((since, until))

@@ -154,13 +154,16 @@ class ChangeWatch:
         return compare(before, self._history(warm, began + self._seconds, PARTS))
 
     def _go_back(self, verdict: Verdict) -> Verdict:
-        before, until = self.pending.before, time.monotonic() + CHANGE_SECONDS
+        before, version = self.pending.before, self.pending.version
         assert before is not None, "it is in effect"
-        # A tier that leaves can't come again before it has left.
-        while self._changes.review(before).refused and time.monotonic() < until:
+        until = time.monotonic() + CHANGE_SECONDS
+        # A tier that leaves can't come again before it has left. For nothing else is waited.
+        while (self.pending.in_part or self.pending.remains) and time.monotonic() < until:
+            if self._changes.version != version or not self._changes.review(before).refused:
+                break
             if self._stop.wait(RETRY_SECONDS):
                 return verdict
-        pending = self._changes.request(before, self.pending.version)
+        pending = self._changes.request(before, version)
         why = "" if pending.wait(CHANGE_SECONDS) else f"not done after {CHANGE_SECONDS:g} s"
         why = why or pending.why
         return verdict.model_copy(update={"went_back": not why, "why_not_back": why})
