@@ -174,6 +174,26 @@ def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
+def test_what_this_process_has_yet_to_leave_is_no_other_containers(tmp_path: Path) -> None:
+    """Nor is it in the way where the folder was replaced."""
+    with opened(tmp_path / "tier") as store:
+        put(store, keys(0))
+        with folder_of(store).in_use():
+            put_row(tmp_path / "tier", "blocks", index_key(key(0)), b"a row of another length")
+            with pytest.raises(TierUnavailable, match="damaged"):
+                get(store, keys(0))
+            with pytest.raises(TierNotOpen, match=r"damaged.*; the tier opens when its last"):
+                open_disk(tmp_path / "tier")
+            (tmp_path / "tier").rename(tmp_path / "elsewhere")
+            with opened(tmp_path / "tier") as new:
+                assert put(new, keys(0)) == [True]
+    with opened(tmp_path / "tier") as store:
+        assert get(store, keys(0)) == [True]
+    with opened(tmp_path / "elsewhere") as store:
+        assert get(store, keys(0)) == [False]
+
+
+@pytest.mark.fault
 def test_damage_that_another_store_of_the_process_finds_as_it_opens(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))

@@ -64,7 +64,7 @@ class OpenFolder:
         rest = (self.fingerprints.follow, self._look_at_folder)
         # First: other duties fail in a folder that is gone, which must be noticed all the same.
         self.upkeep = Upkeep(self.path, self.in_use, (keeping.look, *of_index, *of_slots, *rest))
-        self._owner = owner
+        self._owner, self.mark = owner, owner.file
         self._release = release
         self._swept: Slot | None = None
         self.uses = PendingUses()

@@ -201,6 +201,8 @@ class _OpenFolders:
         name = os.path.realpath(path)
         with self._lock(name):
             folder = self._folders.get(name)
+            if folder is not None and folder.gone and os.path.lexists(folder.mark):
+                raise TierNotOpen(f"{folder.gone}; the tier opens when its last read or write ends")
             if folder is None or folder.gone:
                 folder = self._folders[name] = open_folder(path, capacity, access, self.release)
                 return folder
