@@ -17,7 +17,7 @@ from tests.support.clock import Clock, wait_for
 from tiers.errors import TierFull, TierUnavailable
 from tiers.remote import directory_files
 from tiers.remote.directory_files import TEMPORARY
-from tiers.remote.directory_upkeep import TEMPORARY_SECONDS
+from tiers.remote.directory_upkeep import TEMPORARY_SECONDS, PacksAndLeftovers
 from tiers.remote.packs.pack import name_of
 from tiers.testing import make_key
 
@@ -40,11 +40,19 @@ def test_what_is_not_the_tiers_stays(place: SharedDirectory) -> None:
     (place.path / "empty" / "00").mkdir(parents=True)
     clock = Clock()
     upkeep = place.keeper(SIZE // 2, clock)
-    for _ in range(3):
+    for _ in range(6):
         upkeep.step()
         clock.now += 2 * TEMPORARY_SECONDS
     assert all(there(others)) and (place.path / "empty" / "00").is_dir()
-    assert not list(place.path.glob("?" * 32 + "/*")), "folders that are empty go, too"
+    assert not list(place.path.glob("?" * 32)), "folders that are empty go, too"
+
+
+def test_a_folder_that_a_reset_left_empty_is_a_moment_for_a_beat(tmp_path: Path) -> None:
+    """Thousands would take longer than the lease lasts."""
+    for number in range(3):
+        (tmp_path / f"{number:032x}").mkdir()
+    listed = PacksAndLeftovers(str(tmp_path)).list(lambda error: None)
+    assert [[*packs] for packs in listed] == [[]] * 3
 
 
 def test_a_file_of_others_in_a_folder_of_packs_stays(place: SharedDirectory) -> None:

@@ -126,8 +126,13 @@ class PacksAndLeftovers:
         """See `Bucket`. Raises OSError."""
         self._watched = {}
         for space in folders(self._path, NAMESPACE):
+            is_empty = True
             for inner in self._allowed(folders(f"{self._path}/{space}", FAN_OUT), refused):
+                is_empty = False
                 yield from self._list(f"{space}/{inner}", refused)
+            if is_empty:  # each reset leaves one, and each takes time
+                self._watch_folder(f"{self._path}/{space}")
+                yield ()
         self._before = self._watched
 
     def _list(
@@ -150,10 +155,12 @@ class PacksAndLeftovers:
                 yield packs
                 packs = []
         if is_empty:
-            with suppress(OSError):  # somebody puts into it, or has removed it
-                path = f"{self._path}/{folder}"
-                self._watch(path, os.stat(path))
+            self._watch_folder(f"{self._path}/{folder}")
         yield packs
+
+    def _watch_folder(self, path: str) -> None:
+        with suppress(OSError):  # somebody puts into it, or has removed it
+            self._watch(path, os.stat(path))
 
     def _watch(self, path: str, found: os.stat_result) -> None:
         """Remove it, if it was watched long enough. Raises OSError."""
