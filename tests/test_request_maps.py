@@ -42,6 +42,7 @@ OTHERS = {
     "scheduler/tier_hints.py::PinnedBlocks._counts": "tenants",
     "scheduler/tier_hints.py::PinnedBlocks._ending[until]": "blocks",
     "scheduler/offloading_scheduler.py::OffloadingScheduler._reported": "gauges",
+    "scheduler/offloading_scheduler.py::OffloadingScheduler._totals": "measures",
     "scheduler/admission.py::Tenants._kept": "tenants",
     "worker/host_slots.py::HostSlots._refused": "tiers",
     "worker/offloading_worker.py::OffloadingWorker._measures": "measures",

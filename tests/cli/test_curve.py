@@ -112,7 +112,7 @@ def test_engines_that_recorded_at_the_same_time_are_said(kvtiers: Kvtiers, trace
     other.write_bytes(header + trace.read_bytes().split(b"\n", 1)[1])
     ran = kvtiers("curve", trace.parent)
     assert ran.status == 0
-    assert ran.err.startswith("2 engines recorded at the same time, taken as one: name")
+    assert ran.err.startswith("2 engines recorded at the same time: name")
 
 
 @pytest.mark.parametrize(
