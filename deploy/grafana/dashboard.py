@@ -161,7 +161,8 @@ PANELS = (
         (
             (gauge("load_tokens_per_second", "avg"), "{{tier}} loads"),
             (
-                f"avg(vllm:kvtiers_prefill_tokens_per_second{{{TIERS}}})",
+                # 0 is not measured yet, or of a tier that has left.
+                f"avg(vllm:kvtiers_prefill_tokens_per_second{{{TIERS}}} > 0)",
                 "the engine computes",
             ),
         ),

@@ -239,6 +239,15 @@ def test_clearing_gives_all_up_and_names_it(open_tier: Open) -> None:
     assert kept(tier, range(3)) == [2]
 
 
+def test_resets_of_a_tier_that_keeps_nothing_leave_nothing_to_do(open_tier: Open) -> None:
+    """No step comes between those of an engine that idles, which would give slots back."""
+    tier = open_tier(SlotPool(4), 4)
+    before = tier._outdated
+    for _ in range(3):
+        assert not [*tier.outdate()]
+    assert tier._outdated is before
+
+
 def test_admitting_a_kept_block_again_holds_no_second_reference(open_tier: Open) -> None:
     pool = SlotPool(2)
     tier = open_tier(pool, 2)

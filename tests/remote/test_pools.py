@@ -162,6 +162,7 @@ class Liar(Front):
         (b"*99999999999\r\n", b"+%b\r\n" % bytes(1000) * 1000, "a reply of more than"),
         (b"*1\r\n" * 100_000, b"", "recursion"),
         (b"*x\r\n", b"", "invalid literal"),
+        (b"$" + b"9" * 20 + b"\r\n", b"", "cannot fit"),
     ],
 )
 def test_a_server_does_not_choose_how_much_memory_its_replies_take(

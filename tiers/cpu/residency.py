@@ -222,6 +222,8 @@ class SlotResidency:
         return keys
 
     def outdate(self) -> Iterator[bytes]:
+        if not len(self._queues):  # else resets of an engine that idles would pile up
+            return iter(())
         old, self._queues = self._queues, SlotQueues(self._pool.num_slots, self._overdue)
         self._outdated = chain(self._outdated, old.slots())
         return filter(None, map(self._pool.key, old.slots()))

@@ -25,7 +25,7 @@ Operation = Callable[[Stream, Sequence[int]], None]
 Kind = Literal["reads", "writes"]
 """What an operation does at a server; a server that refuses one kind may do the other."""
 
-FAILURES = (RedisError, ServerError, OSError, ValueError, RecursionError)
+FAILURES = (RedisError, ServerError, OSError, ValueError, OverflowError, RecursionError)
 """Raised by connecting to a server and by operations; the last ones by redis-py, for a reply that
 is none."""
 

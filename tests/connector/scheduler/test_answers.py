@@ -262,6 +262,7 @@ def test_nobody_is_asked_about_in_a_step_behind_one_that_has_no_room_to_load(
         assert step() == [None] * 5 and asked == ["1.0"]
     monkeypatch.setattr(halves.index, "peek", lambda keys: [False] * len(keys))
     assert step(InGroups(9, BLOCKS))[-1] == 0, "who has nothing to load needs no room for it"
+    assert chain.get_num_new_matched_tokens(waiting[-1], tokens) == (0, False), "nor who has it now"
     monkeypatch.setattr(halves.index, "peek", lambda keys: [True] * len(keys))
     free = 10**6
     assert step() == [tokens] * 5 and asked == [one.request_id for one in waiting]

@@ -188,7 +188,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         elif request_state.wait_budget.left() <= 0:
             choice = NO_LOAD
             notes.gives_up()
-        elif request_state.lacks_room and self._room.is_short:
+        elif (
+            request_state.lacks_room
+            and self._room.is_short
+            and request_state.choice.computed == num_computed_tokens
+        ):
             choice = PENDING  # it is behind one that has no room, and would find none
         else:
             request_state.lacks_room = False

@@ -124,7 +124,7 @@ class Lookup:
     """
 
     LAP_SECONDS = 1.0
-    """Seconds until a request's answers are compared anew: those behind it have their turn."""
+    """Seconds until a request's answers are compared anew: those behind it have what is left."""
 
     def __init__(self) -> None:
         self.timer = LookupTimer()
