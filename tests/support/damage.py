@@ -226,13 +226,16 @@ def context_parallel() -> None:
 
 
 def layers_raise(tokens: int) -> None:
-    """Have a step of so many tokens raise within the second layer, as where memory is short."""
+    """Have the first step of so many tokens raise within the second layer, as where memory is
+    short."""
     from vllm.model_executor.models.llama import LlamaDecoderLayer
 
-    forward = LlamaDecoderLayer.forward
+    forward, raised = LlamaDecoderLayer.forward, list[int]()
 
     def raising(self: Any, positions: Any, hidden_states: Any, *rest: Any, **more: Any) -> Any:
-        if len(hidden_states) == tokens and rest[0] is not None:  # what earlier layers add up
+        is_second = rest[0] is not None  # what earlier layers add up
+        if len(hidden_states) == tokens and is_second and not raised:
+            raised.append(tokens)
             raise MemoryError("there is none for this layer")
         return forward(self, positions, hidden_states, *rest, **more)
 

@@ -276,6 +276,21 @@ def test_an_engine_that_ends_within_a_step_leaves_nothing_of_it(
     assert after.loaded() == {"disk": 2 * 18 * 32}, "what ended before is there"
 
 
+def test_a_step_that_was_queued_behind_one_that_raises_leaves_nothing(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A worker of its own process goes on with the prompt's next chunk, before the engine ends. It
+    attends to KV that the first never wrote; a restart stores what is missing before it."""
+    asked = [[(documents(1, 400, seed=5)[0], 8)]]
+    right = run_vllm(asked, **IN_PROCESS)
+    chunks = {"max_num_batched_tokens": 128, "distributed_executor_backend": "mp", **AHEAD}
+    with pytest.raises(EngineFailed, match="EngineDeadError"):
+        run_vllm(asked, [disk(tmp_path)], before={"start": ("layers_raise", 128)}, **chunks)
+    for loaded in ({}, {"disk": 12 * 32}):
+        after = run_vllm(asked, [disk(tmp_path)], **IN_PROCESS)
+        assert (after.tokens, after.loaded()) == (right.tokens, loaded)
+
+
 def test_a_policy_that_fails_requests_for_a_tier_is_refused() -> None:
     from tiers.engine.vllm import configured_chain
 
