@@ -201,13 +201,11 @@ class HostingEngine:
                 self._step_failed()
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            has_failed = True
             try:
                 answer = call(*args, **kwargs)
-                has_failed = False
-            finally:
-                if has_failed:
-                    self._step_failed()
+            except BaseException:
+                self._step_failed()
+                raise
             if isinstance(answer, Future):
                 answer.add_done_callback(ended)
             return answer

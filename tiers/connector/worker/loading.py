@@ -221,10 +221,10 @@ class Loading:
         self._threads.bind(copier.cpus)
         self._readers.bind(copier.cpus)
         rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
+        near: dict[str, Any] = {"cpus": copier.cpus, "device": copier.device}
         # Touched now: a first load would take twice as long otherwise.
         try:
             for _ in range(self._at_once * BOUNCES):
-                near: dict[str, Any] = {"cpus": copier.cpus, "device": copier.device}
                 self._bounces.append(SlotMemory(rows, payload, copier.pin, True, **near))
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error

@@ -129,4 +129,5 @@ def _end(node: yaml.Node) -> int:
 
 
 def _line_end(text: str, at: int) -> int:
-    return f"{text}\n".index("\n", at)
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found
