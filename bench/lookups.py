@@ -28,6 +28,7 @@ from bench.scheduled import Output
 from bench.scheduler import HASH_BYTES, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
+from tests.support.faulty_stores import Pace, SlowStore
 from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
@@ -35,7 +36,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.remote.spec import RedisSpec
 from tiers.store import TierStore
-from tiers.testing import GivenSpec, MemoryStore, Pace, SlowStore
+from tiers.testing import GivenSpec, MemoryStore
 
 STEP = 0.01
 """Seconds between two steps of the engine."""

@@ -6,8 +6,9 @@ import threading
 import time
 from typing import ClassVar
 
+from tests.support.faulty_stores import Pace, SlowStore
 from tiers.store import TierStore
-from tiers.testing import GivenSpec, Pace, SlowStore
+from tiers.testing import GivenSpec
 
 
 class Link:

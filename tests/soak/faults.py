@@ -16,10 +16,10 @@ from unittest.mock import patch
 from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.faulty_stores import Faults, FaultyStore, Pace, SlowStore
 from tests.support.servers import RedisServer
 from tiers.errors import TierFull
 from tiers.store import TierStore
-from tiers.testing import Faults, FaultyStore, Pace, SlowStore
 
 IO_VERBS = ("has", "put", "get", "drop", "clear")
 """The verbs that reach the device; `peek` and `touch` answer from memory."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.faulty_stores import FaultyStore, SlowStore
 from tests.support.replay_chains import MODEL
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
 from tiers.store import TierStore
-from tiers.testing import FaultyStore, MemoryStore, SlowStore
+from tiers.testing import MemoryStore
 
 LONG = [token % 997 for token in range(100 * MODEL.block_tokens + 1)]
 

@@ -10,10 +10,11 @@ import pytest
 
 import tiers.store
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.faulty_stores import FaultyStore, SlowStore
 from tiers.block import HEADER_BYTES, digest
 from tiers.errors import TierError, TierUnavailable
 from tiers.store import Block, Damages, LocalIndex, TierStore, capability, required
-from tiers.testing import FaultyStore, Memory, SlowStore, StoreContract, make_key
+from tiers.testing import Memory, StoreContract, make_key
 from tiers.wrappers import integrity, reopening
 from tiers.wrappers.encryption import EncryptedStore
 from tiers.wrappers.guard import Guarded

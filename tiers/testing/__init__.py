@@ -22,32 +22,20 @@ tests are methods with plain asserts, and skip with `unittest.SkipTest`, which p
 With pytest, call `pytest.register_assert_rewrite("tiers.testing")` in your conftest.py to see what
 they compared. `python -m tests.mutants`, in a checkout, shows what it finds and what it does not.
 
-To see what an engine does with a slow or failing tier, put `SlowStore` or `FaultyStore` around a
-store; `MemoryStore` is the simplest, and `GivenSpec` makes a tier of one.
+`MemoryStore` is the simplest store, and `GivenSpec` makes a tier of one.
 """
 
 from tiers.testing.contract import StoreContract
-from tiers.testing.faulty_stores import (
-    Faults,
-    FaultyStore,
-    GivenSpec,
-    MemoryStore,
-    Pace,
-    SlowStore,
-)
 from tiers.testing.harness import Memory, make_key, payload_of
+from tiers.testing.memory_store import GivenSpec, MemoryStore
 from tiers.testing.policy_tests import AdmissionContract, EvictionContract
 
 __all__ = [
     "AdmissionContract",
     "EvictionContract",
-    "Faults",
-    "FaultyStore",
     "GivenSpec",
     "Memory",
     "MemoryStore",
-    "Pace",
-    "SlowStore",
     "StoreContract",
     "make_key",
     "payload_of",

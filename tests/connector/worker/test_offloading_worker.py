@@ -16,6 +16,7 @@ import torch
 
 from bench.lagging import worker_step
 from tests.support.clock import wait_for
+from tests.support.faulty_stores import FaultyStore, SlowStore
 from tests.support.kept import kept
 from tiers.concurrency.executors import IoExecutor
 from tiers.concurrency.rate_limit import RateLimit
@@ -36,7 +37,7 @@ from tiers.contract.weight_reports import WeightOrders
 from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import open_copier
 from tiers.store import Block, PutCounts
-from tiers.testing import FaultyStore, GivenSpec, MemoryStore, SlowStore
+from tiers.testing import GivenSpec, MemoryStore
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_stores import Pace, SlowStore
 from tests.support.replay_chains import (
     DENSE,
     HYBRID,
@@ -23,7 +24,7 @@ from tests.support.replay_chains import (
 )
 from tiers.connector.scheduler.jobs import Jobs, Pending, PendingLoad
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
-from tiers.testing import GivenSpec, MemoryStore, Pace, SlowStore
+from tiers.testing import GivenSpec, MemoryStore
 
 PROMPT = list(range(50))
 """Twelve full blocks of four tokens; what can be loaded of them ends with the twelfth."""

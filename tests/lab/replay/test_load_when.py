@@ -10,12 +10,13 @@ from typing import ClassVar
 import pytest
 
 from spec.chain import ChainSpec
+from tests.support.faulty_stores import Faults, FaultyStore, Pace, SlowStore
 from tests.support.replay_chains import MODEL, SLOT, crowded, drive, measured, total
 from tests.support.servers import RedisServer
 from tiers.errors import TierUnavailable
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.loading import comparison
-from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore, Pace, SlowStore
+from tiers.testing import GivenSpec, MemoryStore
 
 PROMPT = list(range(402))
 """A hundred full blocks, and two tokens more."""

@@ -1,4 +1,4 @@
-"""Stores to test an engine with: one in memory, one that is slow, one that fails."""
+"""Stores around any store: one that is slow, one that fails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
-from pydantic import PrivateAttr
-
-from spec.offloading import StoreContext, StoreSpec
 from tiers.store import (
     Block,
     Capability,
@@ -27,43 +23,6 @@ from tiers.store import (
 )
 
 Answer = TypeVar("Answer")
-
-
-class MemoryStore:
-    """Keeps copies of payloads in a dict, `blocks`, as long as the object lives. Has a LocalIndex.
-
-    A payload of another length than the caller's is a miss.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, bytes] = {}
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self.blocks for key in keys]
-
-    peek = has
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
-        return [True] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return [self._copy_to(block) for block in blocks]
-
-    def _copy_to(self, block: Block) -> bool:
-        kept = self.blocks.get(block.key)
-        if kept is None or len(kept) != len(block.payload):
-            return False
-        block.payload[:] = kept
-        return True
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.blocks.pop(key, None)
-
-    def close(self) -> None:
-        """Keep everything: the other half of an engine may use the same store."""
-
 
 Delay = Callable[[str, int], float]
 """Seconds that a call takes besides the store's own time, from its verb and its bytes. The bytes
@@ -241,23 +200,3 @@ class FaultyStore(_Tried):
             if not hit:
                 block.payload[:] = b"\xa5" * len(block.payload)
         return hits
-
-
-class GivenSpec(StoreSpec):
-    """A tier over a store that exists already: `GivenSpec(type="given").over(store)`.
-
-    Both halves of an engine, and every worker in this process, open that same object.
-    """
-
-    _store: TierStore = PrivateAttr(default_factory=MemoryStore)
-
-    def over(self, store: TierStore) -> Self:
-        self._store = store
-        return self
-
-    def scratch(self, folder: Path) -> Self:
-        """As it is: nobody else has the object."""
-        return self
-
-    def open(self, site: StoreContext) -> TierStore:
-        return self._store
