@@ -103,9 +103,9 @@ All else ran on x86-64. On aarch64 only an emulated machine did: Linux 6.1 with 
 Python 3.11. `doctor`, `try`, `check disk` and most tests of host memory, stores and the `disk` tier
 passed with PyTorch 2.9, on ext4 (blocks of 4 and 64 KiB); folders went to x86-64 and back. Engines
 of vLLM's CPU wheel (0.32, over PyTorch 2.13) answered as without kvtiers: Llama from cpu, disk and
-Valkey, with `store_process: always`, after restarts, kills and damage, by two workers from cpu, and
-inside vLLM's `OffloadingConnector`; Gemma 3 and Qwen3-Next from cpu and disk. No GPU or real device
-ran.
+Valkey, with `store_process: always`, after restarts, kills and damage, by two workers from cpu,
+and, with a test's copies, inside vLLM's `OffloadingConnector`; Gemma 3 and Qwen3-Next from cpu and
+disk. No GPU or real device ran.
 
 ## File systems
 

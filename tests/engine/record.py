@@ -29,7 +29,6 @@ BASES = {
     "KVConnectorStats": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
     "KVConnectorPromMetrics": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
     "TieringOffloadingManager": "vllm.v1.kv_offload.tiering.manager",
-    "OffloadingWorker": "vllm.v1.kv_offload.base",
     "TieringOffloadingSpec": "vllm.v1.kv_offload.tiering.spec",
     "SecondaryTierManager": "vllm.v1.kv_offload.tiering.base",
 }

@@ -46,7 +46,6 @@ def classes() -> dict[str, tuple[type, ...]]:
         "KVConnectorStats": (vllm_stats.MultiKVConnectorStats,),
         "KVConnectorPromMetrics": (vllm_stats.KVTiersPromMetrics,),
         "TieringOffloadingManager": (vllm_offloading.HostedManager,),
-        "OffloadingWorker": (vllm_offloading.CpuPlatformWorker,),
         "TieringOffloadingSpec": (vllm_offloading.KVTiersOffloadingSpec,),
         "SecondaryTierManager": (vllm_offloading.KVTiersStore,),
     }

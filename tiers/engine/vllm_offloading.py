@@ -7,21 +7,17 @@ secondary tier, `KVTiersStore`, which vLLM's own TieringOffloadingSpec takes as 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm import __version__ as vllm_version
 
 from tiers.engine.versions import check_version
 
 check_version(vllm_version)  # before importing what another version may lack
 
-from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import LookupResult, OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -38,8 +34,7 @@ from tiers.errors import TierUnusable
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
-        GPULoadStoreSpec,
-        LoadStoreSpec,
+        OffloadingWorker,
         OffloadKey,
         PrepareStoreOutput,
         ReqContext,
@@ -191,83 +186,9 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._named
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Make vLLM's own worker; it has none for its CPU platform."""
+        """Make vLLM's own worker. It has none for its CPU platform, and raises what says so."""
         self._region()
-        if not current_platform.is_cpu():
-            worker = super().get_worker(kv_caches)
-            if (region := getattr(worker, "_mmap_region", None)) is not None:
-                region._creator = False  # the scheduler's process removes the file
-            return worker
-        return self.worker_on_cpu(kv_caches)
-
-    def worker_on_cpu(self, kv_caches: CanonicalKVCaches) -> CpuPlatformWorker:
-        """Make a worker for vLLM's CPU platform. Raises ValueError for chunks of several blocks."""
-        if self.blocks_per_chunk != 1:
-            raise ValueError("on the CPU a chunk is one block: leave out blocks_per_chunk")
-        if self._worker is None:
-            rank = 0 if self.replicated_layout else self.config.parallel.rank
-            row, page = self.kv_bytes_per_chunk, self.cpu_page_size_per_worker
-            region = SharedOffloadRegion(self.config.engine_id, self._rows, rank, row, page)
-            region._creator = False
-            self._worker = CpuPlatformWorker(kv_caches, region)
-        worker: CpuPlatformWorker = self._worker
+        worker = super().get_worker(kv_caches)
+        if (region := getattr(worker, "_mmap_region", None)) is not None:
+            region._creator = False  # the scheduler's process removes the file
         return worker
-
-
-class CpuPlatformWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies blocks within the engine's step, on vLLM's CPU platform. Owns `region`."""
-
-    def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
-        self._region = region
-        self._groups = kv_caches.group_data_refs
-        self._paged = [
-            one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in kv_caches.tensors
-        ]
-        self._rows = [
-            region.create_next_worker_view(one.page_size_bytes) for one in kv_caches.tensors
-        ]
-        self._ended: list[TransferResult] = []
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        return self._copy(job_id, src_spec, dst_spec, stores=True)
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # vLLM 0.33 and later pass it
-    ) -> bool:
-        return self._copy(job_id, dst_spec, src_spec, stores=False)
-
-    def _copy(self, job_id: int, paged: Any, host: Any, stores: bool) -> bool:
-        began, start, num_bytes = time.perf_counter(), 0, 0
-        for size, refs in zip(paged.group_sizes, self._groups, strict=True):
-            blocks = paged.block_ids[start : start + size].tolist()
-            rows = host.block_ids[start : start + size].tolist()
-            start += size
-            for ref in refs if size else ():
-                num_bytes += size * ref.page_size_bytes
-                # Pages of states are padded to the length of others: only a part of each is theirs.
-                ours = self._paged[ref.tensor_idx][:, : ref.page_size_bytes]
-                theirs = self._rows[ref.tensor_idx][:, : ref.page_size_bytes]
-                if stores:
-                    theirs[rows] = ours[blocks]
-                else:
-                    ours[blocks] = theirs[rows]
-        seconds = time.perf_counter() - began
-        self._ended.append(TransferResult(job_id, True, num_bytes, seconds))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Every copy has ended."""
-
-    def shutdown(self) -> None:
-        self._rows.clear()
-        self._region.cleanup()

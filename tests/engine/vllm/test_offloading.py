@@ -381,39 +381,3 @@ def overwrite(folder: Path) -> None:
             for position in range(5096, slab.stat().st_size, 500_000):
                 file.seek(position)
                 file.write(b"wrong KV")
-
-
-def test_a_page_is_as_long_as_its_layers_report(tmp_path: Path) -> None:
-    """States in pages that are padded to the length of attention's: the rest is another's."""
-    import torch
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-        GPULoadStoreSpec,
-    )
-    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-
-    from tiers.engine.vllm_offloading import CpuPlatformWorker
-
-    tensor = torch.arange(4, dtype=torch.int8).repeat_interleave(4096).reshape(4, 4096).clone()
-    refs = [[CanonicalKVCacheRef(0, 4096)], [CanonicalKVCacheRef(0, 2560)]]
-    region: Any = SimpleNamespace(
-        create_next_worker_view=lambda size: torch.zeros(2, size, dtype=torch.int8),
-        cleanup=lambda: None,
-    )
-    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 4096)], refs)
-    worker = CpuPlatformWorker(caches, region)
-
-    def paged(*blocks: int) -> Any:
-        return GPULoadStoreSpec(list(blocks), group_sizes=[1, 1], block_indices=[0, 0])
-
-    worker.submit_store(0, paged(1, 2), CPULoadStoreSpec([0, 1]))
-    worker.submit_load(1, CPULoadStoreSpec([0, 1]), paged(0, 3))
-    assert [(one.job_id, one.transfer_size) for one in worker.get_finished()] == [
-        (0, 4096 + 2560),
-        (1, 4096 + 2560),
-    ]
-    assert tensor[0].tolist() == [1] * 4096
-    assert tensor[3].tolist() == [2] * 2560 + [3] * 1536
-    worker.shutdown()

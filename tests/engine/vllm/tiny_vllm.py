@@ -219,7 +219,12 @@ def documents(count: int, length: int, seed: int = 0) -> list[list[int]]:
 def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
     """The configuration of vLLM's own OffloadingConnector with a chain of ours."""
     fixed = {"version": 1, "load_when": "always", "staging": "3MiB"}
-    return recipe("Inside", chain={**fixed, "tiers": list(tiers), **chain})
+    return recipe(
+        "Inside",
+        chain={**fixed, "tiers": list(tiers), **chain},
+        spec_name="HostedOnCpu",
+        spec_module_path="tests.engine.vllm.own_offloading",
+    )
 
 
 def under_own_spec(store: dict[str, Any], host_bytes: int) -> dict[str, Any]:
