@@ -61,7 +61,6 @@ def test_what_fails_is_named_and_the_rest_is_tried(plugin: Install) -> None:
     assert any(
         line.startswith("skipped  puts are counted: Forgets has no Counts") for line in lines
     )
-    assert any(line.startswith("has of 8192 keys") for line in lines)
     assert "failed" in lines[-1] and "passed" in lines[-1]
 
 
@@ -93,20 +92,18 @@ def test_a_store_that_ends_the_process_fails(plugin: Install, kvtiers: Run) -> N
     assert said.status == 1, said
     failed = [line for line in lines if line.startswith("failed   what was put is got: ")]
     assert "SystemExit: no server (" in failed[0] and "leaving.py:" in failed[0]
-    assert "no figures: SystemExit: no server (" in said.out
     assert "failed" in lines[-1] and "passed" in lines[-1]
 
 
-def test_a_store_that_does_not_answer_is_not_measured(
+def test_a_store_that_does_not_answer_does_not_keep_the_process(
     kvtiers: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = Result("what was put is got", "failed", "it has not ended", is_endless=True)
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr("tiers.testing.check.check", lambda place, limit: iter([hung]))
-    monkeypatch.setattr("tiers.testing.check.bench", lambda spec: pytest.fail("it would hang"))
     said = kvtiers("check", "disk", "--settings", "capacity=64MiB")
-    assert said.out.splitlines()[1:] == ["no figures: a test has not ended", "1 failed"]
+    assert said.out.splitlines()[1:] == ["1 failed"]
     assert left == [1]
 
 

@@ -24,7 +24,7 @@ def check(
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one test may take.")] = 60.0,
 ) -> None:
-    """Run the conformance kit on a tier type, in an empty place, and measure it.
+    """Run the conformance kit on a tier type, in an empty place.
 
     Ends with status 1 if a test failed.
 
@@ -37,8 +37,8 @@ def check(
     from contextlib import ExitStack
     from tempfile import TemporaryDirectory
 
-    from tiers.testing.check import bench, place_in
     from tiers.testing.check import check as run_kit
+    from tiers.testing.check import place_in
 
     fates: Counter[str] = Counter()
     is_endless = False
@@ -55,8 +55,6 @@ def check(
             is_endless |= result.is_endless
             why = f": {result.why}" if result.why else ""
             typer.echo(f"{result.fate:7}  {result.test}{why}")
-        unmeasured = ["no figures: a test has not ended"]
-        typer.echo("\n".join(unmeasured if is_endless else bench(place("bench"))))
     typer.echo(", ".join(f"{count} {fate}" for fate, count in fates.items()))
     if is_endless:  # its thread would keep this process from its end
         sys.stdout.flush()

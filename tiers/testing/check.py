@@ -1,11 +1,9 @@
-"""`kvtiers check`: the kit on a tier type, by its spec alone, and a small bench."""
+"""`kvtiers check`: the kit on a tier type, by its spec alone."""
 
 from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import NamedTuple
@@ -16,16 +14,11 @@ from spec.offloading import StoreContext, StoreSpec
 from tiers.errors import KVTiersError
 from tiers.store import TierStore
 from tiers.testing.contract import StoreContract
-from tiers.testing.harness import Memory, make_key
 from tiers.testing.limits import Endless
-from tiers.testing.scale_tests import LOOKED_UP
-from tiers.timed import timed
 
 Place = Callable[[str], StoreSpec]
 """Gives the tier in an empty place of this name."""
 
-_BATCHES = 4
-_BATCH = 64
 _RAISED = (Exception, SystemExit, CancelledError)
 """What a plugin's code may raise, which is reported; an interrupt is the user's own."""
 
@@ -88,32 +81,6 @@ def _where(error: BaseException) -> str:
     """An error's first line, and the line of code that raised it."""
     last = extract_tb(error.__traceback__)[-1]
     return f"{describe_error(error).partition(chr(10))[0]} ({last.filename}:{last.lineno})"
-
-
-def bench(spec: StoreSpec) -> list[str]:
-    """Lines that say how fast the store in an empty place is, beside copies of the same bytes."""
-    size = StoreContract.payload_bytes
-    batches = [Memory([make_key() for _ in range(_BATCH)], size).fill() for _ in range(_BATCHES)]
-    copied = _rate(batches, lambda memory: memory.copy())
-    try:
-        with closing(spec.open(StoreContext(size))) as store:
-            stored = _rate(batches, lambda memory: store.put(memory.readonly()))
-            loaded = _rate(batches[-1:], lambda memory: store.get(memory.blocks))
-            seconds, _ = timed(partial(store.has, [make_key() for _ in range(LOOKED_UP)]))
-    except _RAISED as error:
-        return [f"no figures: {_where(error)}"]
-    return [
-        f"of blocks of {size >> 10} KiB, {_BATCH} in a call; a copy in memory: {copied:.2f} GB/s",
-        f"put {stored:.3f} GB/s, {stored / copied:.3f} of that",
-        f"get {loaded:.3f} GB/s, {loaded / copied:.3f} of that",
-        f"has of {LOOKED_UP} keys {seconds * 1e3:.1f} ms",
-    ]
-
-
-def _rate(batches: list[Memory], work: Callable[[Memory], object]) -> float:
-    """GB/s of the fastest batch."""
-    fastest = min(timed(partial(work, memory))[0] for memory in batches)
-    return _BATCH * StoreContract.payload_bytes / fastest / 1e9
 
 
 def place_in(spec: StoreSpec, folder: Path) -> Place:
