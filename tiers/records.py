@@ -71,7 +71,7 @@ class StoredRecords(Protocol):
 
     def drop_damaged(self, some: Sequence[StoredRecord]) -> int:
         """Read these records once more and drop those that are damaged still; return how many. A
-        block that was stored anew meanwhile stays."""
+        block that was stored anew since it was listed stays."""
 
     def drop(self, some: Sequence[StoredRecord]) -> None:
         """Drop these records, whatever they are; some hundred at most, since engines wait."""

@@ -135,28 +135,6 @@ def test_reading_counts_as_no_use(
         assert client.execute_command("OBJECT", "FREQ", name(key)) == before
 
 
-def test_a_value_that_is_stored_anew_before_it_is_dropped_stays(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, key = server.client(), make_key()
-    with opened(server.url) as store:
-        put(store, key)
-        whole = value(client, name(key))
-        flip(client, name(key), 600, 0)
-        records = records_of(server.url)
-        (listed,) = next(iter(records.listed()))
-        honest = remote_records._unlink_watched
-
-        def unlink(*of: object) -> bool:
-            client.set(name(key), whole)
-            return honest(*of)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(remote_records, "_unlink_watched", unlink)
-        assert records.drop_damaged([listed]) == 0
-        assert get(store, key) == [True]
-        records.close()
-
-
 def test_what_is_under_a_name_now_is_what_counts(server: RedisServer) -> None:
     """A block that was stored anew, longer, since it was listed is whole; a whole record of
     another key is damaged, and goes."""

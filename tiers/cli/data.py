@@ -79,7 +79,7 @@ def scrub(
 ) -> None:
     """Verify a tier and drop exactly the damaged blocks, beside engines too.
 
-    A block that an engine stored anew meanwhile stays. Ends with 1 if damage is left.
+    Each is read once more before. Ends with 1 if damage is left.
 
     \b
     kvtiers scrub chain.yaml --tier disk

@@ -45,7 +45,6 @@ _MARKS = b"size:"
 """In a note's name: of marks, which are no namespaces'."""
 _MARK_MS = b"%d" % (30 * 86_400_000)
 """How long a mark is kept: it is set as an engine starts, whose blocks live as long as it runs."""
-_TRIES = 5
 _SPECIAL = re.compile(rb"[*?\[\]\\]")
 _OTHER_LENGTH = Finding("damaged", "the value has another length, or is of another type")
 
@@ -156,39 +155,14 @@ class RedisRecords(RedisNames):
         return WHOLE
 
     def drop_damaged(self, some: Sequence[StoredRecord]) -> int:
-        """Each is watched while it is read again: a store meanwhile undoes the drop."""
-        return sum(map(self._drop_damaged, some))
-
-    def _drop_damaged(self, record: StoredRecord) -> bool:
-        dropped: list[bool] = []
-
-        def operation(stream: Stream, _: Sequence[int]) -> None:
-            found: list[Finding] = []
-            stream.send([command(b"WATCH", record.name)])
-            read_status(stream)
-            _do_not_touch(stream)
-            stream.send([command(b"STRLEN", record.name)])
-            pipeline.load(
-                stream,
-                [_request(record.name, _number(stream) or 0)],
-                lambda _, value: found.append(self._check(record.name, value, ignore)),
-                self._window,
-            )
-            if found and found[0].state == "damaged":
-                dropped.append(_unlink_watched(stream, record.name))
-            else:
-                stream.send([command(b"UNWATCH")])
-                read_status(stream)
-
-        for _ in range(_TRIES):
-            dropped.clear()
-            self._dispatch([record.name], "writes", operation, self._limit(1, record.size))
-            if dropped != [False]:
-                break
-        return dropped == [True]
+        read = zip(some, self.read(some), strict=True)
+        return self._unlink([one.name for one, found in read if found.state == "damaged"])
 
     def drop(self, some: Sequence[StoredRecord]) -> None:
-        self._ask([record.name for record in some], "writes", read_integer, b"UNLINK")
+        self._unlink([record.name for record in some])
+
+    def _unlink(self, names: Sequence[bytes]) -> int:
+        return sum(self._ask(names, "writes", read_integer, b"UNLINK").values())
 
     def others(self) -> bool | None:
         """A server's other clients may be engines, and may be none."""
@@ -266,15 +240,6 @@ def _payload_bytes(key: bytes, front: bytes, size: int) -> int:
     except RecordError:
         like_ours = sum(map(eq, front, MAGIC)) >= len(MAGIC) - 1
         return max(1, size - HEADER_BYTES) if like_ours else 0
-
-
-def _unlink_watched(stream: Stream, name: bytes) -> bool:
-    stream.send([command(b"MULTI"), command(b"UNLINK", name), command(b"EXEC")])
-    read_status(stream)
-    read_status(stream)
-    if stream.line() != b"*1":  # a store came between
-        return False
-    return read_integer(stream) > 0
 
 
 def _bulk(stream: Stream) -> bytes | None:
