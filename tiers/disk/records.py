@@ -3,7 +3,6 @@ what was used."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
 from bisect import bisect_left
@@ -28,19 +27,6 @@ from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 _PIECE = 4096
 _TRIES = 5
 """Readings of a record that looks damaged and whose entry changes meanwhile: others use it."""
-
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""The number of the system call, by machine."""
-_THREAD, _IDLE = 1, 3 << 13
-_libc = ctypes.CDLL(None)
-
-
-def _read_behind_others() -> None:
-    """Let this thread read from disks behind all others, where their scheduler does that: bfq, and
-    mq-deadline since Linux 5.14. Never a thread that edits the index, for which others wait."""
-    number = _IOPRIO_SET.get(os.uname().machine)
-    if number is not None:
-        _libc.syscall(number, _THREAD, 0, _IDLE)
 
 
 class DiskRecords:
@@ -91,7 +77,6 @@ class DiskRecords:
         use: Use,
     ) -> None:
         """Read what no other thread has begun, one after the other, so that all end at once."""
-        _read_behind_others()
         for place, record in todo:
             found[place] = self._read(folder, record, use)[0]
 
