@@ -1,4 +1,4 @@
-"""`kvtiers bench tiers`: a profile that replays can read; and what it refuses."""
+"""`kvtiers bench`: a profile that replays can read; and what it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: 
         "version: 1\ntiers:\n- {type: cpu, capacity: 64MiB}\n"
         f"- {{type: disk, capacity: 64MiB, path: {folder}}}\n"
     )
-    arguments = ("bench", "tiers", "--chain", chain, "--save", profile, "--block-tokens", 32)
+    arguments = ("bench", "--chain", chain, "--save", profile, "--block-tokens", 32)
     ran = kvtiers(*arguments)
     assert ran.status == 2 and "no such file; write kv_bytes_per_token, engine_cache" in ran.err
     profile.write_text(json.dumps({**FACTS, "kv_bytes_per_token": 65536}))
@@ -65,7 +65,7 @@ def test_a_tier_that_cannot_be_measured_is_said(
         "version: 1\ntiers:\n- {type: redis, url: 'redis://127.0.0.1:1', timeout: 50ms}\n"
     )
     profile.write_text(json.dumps(FACTS))
-    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile, "--live", "redis")
+    ran = kvtiers("bench", "--chain", chain, "--save", profile, "--live", "redis")
     assert ran.status == 1 and "tier redis: not every block" in ran.err
     assert json.loads(profile.read_text()) == FACTS
 
@@ -82,7 +82,7 @@ def test_a_full_disk_tier_loses_no_block(kvtiers: Callable[..., Ran], tmp_path: 
             f"- {{type: disk, path: {spec.path}, capacity: {spec.capacity // 1024}KiB}}\n"
         )
         profile.write_text(json.dumps(FACTS))
-        ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile)
+        ran = kvtiers("bench", "--chain", chain, "--save", profile)
         assert (ran.status, ran.err.strip()) == (0, "")
         assert store.has(keys) == [True] * 64
         assert not list(spec.path.glob(".kvtiers-bench-*"))
@@ -95,7 +95,7 @@ def test_a_live_server_is_written_to_only_if_it_is_named(
     chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
     chain.write_text(f"version: 1\ntiers:\n- {{type: redis, url: '{server.url}', timeout: 30s}}\n")
     profile.write_text(json.dumps(FACTS))
-    arguments = ("bench", "tiers", "--chain", chain, "--save", profile)
+    arguments = ("bench", "--chain", chain, "--save", profile)
     with redis_client.Redis.from_url(server.url) as client:
         ran = kvtiers(*arguments)
         assert (ran.status, ran.out) == (1, "") and "--live redis" in ran.err
@@ -114,14 +114,8 @@ def test_a_fact_that_no_machine_has_is_named_before_anything_is_measured(
     chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
     chain.write_text("version: 1\ntiers:\n- {type: cpu, capacity: 64MiB}\n")
     profile.write_text(json.dumps({**FACTS, "engine_cache": "8Gig", "prefill_rate": -5}))
-    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile)
+    ran = kvtiers("bench", "--chain", chain, "--save", profile)
     assert (ran.status, ran.out) == (2, "")
     first, second = ran.err.splitlines()
     assert "engine_cache: found '8Gig'; use one of B, kB" in first
     assert "prefill_rate: found -5; input should be greater than 0" in second
-
-
-def test_what_a_checkout_measures_is_named(kvtiers: Callable[..., Ran], tmp_path: Path) -> None:
-    ran = kvtiers("bench", "cpu", "--chain", tmp_path / "a.yaml", "--save", tmp_path / "b.json")
-    assert (ran.status, ran.out) == (2, "")
-    assert ran.err == "cpu: write tiers; a checkout measures all else by python -m bench\n"

@@ -42,7 +42,6 @@ def test_a_table_and_the_numbers(kvtiers: Kvtiers, trace: Path, tmp_path: Path) 
     ]
     assert [row[3] for row in rows] == ["24.75%", "24.75%", "24.75%", "98.25%"]
     found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["format"], found["version"]) == ("kvtiers-curve", 1)
     assert found["sizes"][-1] | {"first_half": None, "second_half": None} == {
         "tier": None,
         "blocks": 7,

@@ -92,7 +92,7 @@ def test_a_place_that_takes_no_result_is_refused(
         assert (ran.status, ran.out) == (2, "")
         assert ran.err == f"{Path(place)}: {why}\n"
     assert trace.read_bytes() == before
-    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", chain)
+    ran = kvtiers("bench", "--chain", chain, "--save", chain)
     assert (ran.status, chain.read_text()) == (2, CHAIN) and "read already" in ran.err
     for command, *options in (
         ("tune", "--budget", trace, "--chain", chain, "--out", chain),
@@ -114,7 +114,7 @@ def test_a_result_on_standard_output_is_alone_there(
     ran = kvtiers("curve", trace, "--json", "-")
     assert (ran.status, json.loads(ran.out)["trace"]) == (0, str(trace))
     assert "1 requests, 1,024 prompt tokens" in ran.err
-    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", "-")
+    ran = kvtiers("bench", "--chain", chain, "--save", "-")
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith("-: --json alone writes to standard output")
     assert {*tmp_path.iterdir()} == {trace, chain}

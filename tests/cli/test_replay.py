@@ -77,7 +77,7 @@ def test_without_a_profile_it_says_what_makes_one(
     kvtiers: Callable[..., Ran], arguments: list[object]
 ) -> None:
     ran = kvtiers("replay", *arguments[:3])
-    assert ran.status == 2 and "kvtiers bench tiers --chain" in ran.err
+    assert ran.status == 2 and "kvtiers bench --chain" in ran.err
 
 
 def test_what_is_wrong_is_said(

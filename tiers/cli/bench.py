@@ -1,4 +1,4 @@
-"""`kvtiers bench tiers`: measure a chain's tiers, for replays and tuning."""
+"""`kvtiers bench`: measure a chain's tiers, for replays and tuning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tiers.cli.arguments import CHAIN, bar, check_places, refused, write_json
 
 
 def bench(
-    what: Annotated[str, typer.Argument(metavar="tiers", show_default=False)],
     chain_file: Annotated[Path, CHAIN],
     save: Annotated[
         Path, typer.Option(help="A machine's profile, whose tiers are written; all else stays.")
@@ -30,15 +29,13 @@ def bench(
     """Measure the tiers of a chain once, for replays and tuning.
 
     \b
-    kvtiers bench tiers --chain chain.yaml --save machine.json
+    kvtiers bench --chain chain.yaml --save machine.json
     """
     from spec.errors import one_of
     from spec.fields import format_number
     from spec.load import load_chain
     from tiers.tuning.machine import EXAMPLE, load_machine
 
-    if what != "tiers":
-        raise refused(f"{what}: write tiers; a checkout measures all else by python -m bench")
     check_places(save, keep=[chain_file])
     chain = load_chain(chain_file)
     types = {tier.tier_name: tier.type for tier in chain.tiers}

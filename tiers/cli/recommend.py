@@ -276,7 +276,7 @@ def _budget(file: Path | None, known: Mapping[str, Any], asked: Asked | None) ->
     if missing or "kv_bytes_per_token" not in machine:
         raise refused(
             f"can't tell: the engine has not measured {' and '.join(missing) or 'its blocks'}: "
-            "wait until it has, or write the machine into --budget, as `kvtiers bench tiers` "
+            "wait until it has, or write the machine into --budget, as `kvtiers bench` "
             "measures it",
             status=1,
         )

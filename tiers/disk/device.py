@@ -34,7 +34,7 @@ def findings(place: Path, sys: Path = Path("/sys")) -> Iterator[DoctorFinding]:
                 "note",
                 f"{device.name} turns, by its own account, which virtual disks often give: blocks "
                 "are read at random",
-                "name a folder on an SSD, or measure it: kvtiers bench tiers",
+                "name a folder on an SSD, or measure it: kvtiers bench",
                 "where loading is slower than computing, requests compute",
             )
         yield _life(device)

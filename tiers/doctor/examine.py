@@ -84,7 +84,7 @@ def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
         yield DoctorFinding(
             "can't tell",
             f"whether it works: type {tier.type} has no checks of its own",
-            f"kvtiers bench tiers --live {tier.tier_name} tries it",
+            f"kvtiers bench --live {tier.tier_name} tries it",
             "some hundred MiB are stored in it, and dropped",
         )
 

@@ -13,7 +13,6 @@ from tiers.tuning.curve import Curves, HitCurve
 from tiers.tuning.machine import size_key, size_of
 from tiers.tuning.report import aligned
 
-FORMAT, VERSION = "kvtiers-curve", 1
 _ROWS, _POINTS = 13, 200
 
 
@@ -74,8 +73,6 @@ class CurveReport:
         step = math.log(self._most) / (_POINTS - 1)  # sizes from 1 to the largest, in equal ratios
         sizes = sorted({round(math.exp(step * n)) for n in range(_POINTS)} | {self._most})
         return {
-            "format": FORMAT,
-            "version": VERSION,
             "block_tokens": curves.block_tokens,
             "kv_bytes_per_token": self.token_bytes,
             "requests": curves.all.requests,
