@@ -24,11 +24,8 @@ from pydantic import ValidationError
 from spec.errors import KVTiersError, describe_error, did_you_mean, one_of
 
 PLUGIN_API = 1
-"""The version of what plugins see. It grows when a plugin that was right may fail."""
-
-ENDING: Mapping[int, str] = {}
-"""Former versions that are still read, with a warning, and the kvtiers that will read them no
-more: the next minor version."""
+"""The version of what plugins see. It grows when a plugin that was right may fail; `PAGE` says for
+how long the one before is read then."""
 
 TIERS = "kvtiers.tiers"
 EVICTION = "kvtiers.eviction"
@@ -63,8 +60,8 @@ class BrokenPlugin(KVTiersError, ValueError):
 def installed(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of each name in a group, sorted by name; several are a clash."""
     found: dict[str, dict[str, EntryPoint]] = {}
-    # A package may name one type for several versions, of which the newest that is read counts.
-    for entry in sorted(entries_of(group), key=_preference):
+    # A package may name one type for several versions, of which the one that is read counts.
+    for entry in sorted(entries_of(group), key=lambda entry: _api_of(entry) == PLUGIN_API):
         found.setdefault(entry.name, {})[owner(entry)] = entry
     return {name: _rightful(found[name].values(), group) for name in sorted(found)}
 
@@ -83,11 +80,6 @@ def _api_of(entry: EntryPoint) -> int:
         return 1
     number = entry.group.rpartition(".v")[2]
     return int(number) if number.isdecimal() else 0
-
-
-def _preference(entry: EntryPoint) -> tuple[bool, int]:
-    api = _api_of(entry)
-    return api == PLUGIN_API or api in ENDING, api
 
 
 def _rightful(entries: Collection[EntryPoint], group: str) -> tuple[EntryPoint, ...]:
@@ -109,12 +101,6 @@ def _warn_taken(kind: str, name: str, owner: str) -> None:
         name,
         owner,
     )
-
-
-@functools.cache
-def _warn_ending(owner: str, api: int, last: str) -> None:
-    line = "%s was built for plugin API %d, which kvtiers %s reads no more; this is %d: see %s"
-    _log.warning(line, owner, api, last, PLUGIN_API, PAGE)
 
 
 def entry_of(name: str, group: str = TIERS) -> EntryPoint:
@@ -150,9 +136,7 @@ def imported_class(
     """The class that an entry point names, of this kind. Raises BrokenPlugin for another one, for a
     version of the plugin API that is not read, and what `check` raises."""
     api = _api_of(entry)
-    if api in ENDING:
-        _warn_ending(owner(entry), api, ENDING[api])
-    elif api != PLUGIN_API:
+    if api != PLUGIN_API:
         raise BrokenPlugin(
             f"its package {owner(entry)} was built for plugin API {api}, this is {PLUGIN_API}: "
             f"see {PAGE}"

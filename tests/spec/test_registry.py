@@ -314,19 +314,7 @@ def test_a_plugin_of_another_api_is_named_before_its_code_runs(
     )
 
 
-def test_a_plugin_of_the_former_api_works_with_a_warning(
-    plugin: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plugin("tapes", GOOD, tape="TapeSpec")
-    monkeypatch.setattr(plugins, "PLUGIN_API", 2)
-    assert "built for plugin API 1, this is 2" in chain(type="tape", reel="1GB")
-    monkeypatch.setattr(plugins, "ENDING", {1: "0.3"})
-    assert chain(type="tape", reel="1GB") == chain(type="tape", reel="1GB") == ""
-    (line,) = [line for line in caplog.messages if "reads no more" in line]
-    assert line.startswith("tapes 1.0 was built for plugin API 1, which kvtiers 0.3 reads no more")
-
-
-def test_of_two_versions_in_one_package_the_newest_that_is_read_counts(
+def test_of_two_versions_in_one_package_the_one_that_is_read_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = write_package(tmp_path, "tapes", GOOD, tape="TapeSpec")
