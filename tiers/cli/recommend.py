@@ -314,16 +314,15 @@ def _print(
 ) -> None:
     from spec.chain_diff import diff
     from spec.load import parse_chain
-    from tiers.tuning.search.advice import comparison
     from tiers.tuning.search.chain_edit import edited
-    from tiers.tuning.search.tune_report import as_json
+    from tiers.tuning.search.tune_report import as_json, comparison
 
     best = found.judged["chosen"]
     first = int(found.requests * found.split.searched) + 1
     lines = [
         _rates(found.budget),
         f"Simulated on requests {first:,} to {found.requests:,}, which no choice saw:",
-        comparison(found),
+        comparison(found, ("present", "chosen")),
         *_measured(found, asked),
         *(f"Beware: {text}." for text in best.report.warnings),
         *([] if found.growth is None else [f"The traffic has not settled: {found.growth}."]),

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import life_and_price, named, waits
 from tiers.tuning.search.chain_text import change, finite, name, percent
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.search import Evaluated, Gap, Split, beats, gap
@@ -21,7 +20,6 @@ RATES_OFF = 1.25
 it is better with each of them so much higher and lower, too."""
 WORTH = 0.02
 """A change costs blocks of the tiers that it touches, and somebody's time; less is not worth it."""
-_COLUMNS = ("", "TTFT mean", "p50", "p99", "from tiers", "computed", "life", "price")
 
 
 @dataclass(frozen=True)
@@ -141,25 +139,6 @@ def _machines_off(machine: Machine) -> Iterator[Machine]:
             for key, tier in machine.tiers.items()
         }
         yield machine.model_copy(update={"tiers": tiers})
-
-
-def comparison(tuned: Tuned) -> str:
-    """The present chain and the best, as a table with a line for each chain's name."""
-    present, best = tuned.judged["present"], tuned.judged["chosen"]
-    shown = {"present": present} | ({"best": best} if best.chain != present.chain else {})
-    rows = [_COLUMNS, *(_row(label, one) for label, one in shown.items())]
-    return named(rows, [name(one.chain) for one in shown.values()])
-
-
-def _row(label: str, one: Evaluated) -> tuple[str, ...]:
-    report = one.report
-    return (
-        label,
-        *waits(report),
-        percent(report.tier_hit_tokens / max(1, report.prompt_tokens)),
-        percent(report.computed_tokens / max(1, report.prompt_tokens)),
-        *life_and_price(report),
-    )
 
 
 def _lasted(requests: Sequence[TraceRequest]) -> float:

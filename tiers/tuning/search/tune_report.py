@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,11 +29,15 @@ _COLUMNS = (
 
 def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
     """The comparison, notes and the frontier, for a terminal. `judged_on`: another trace's name."""
-    judged = tuned.judged.items()
-    rows = [_row(label, one, tuned) for label, one in judged]
-    table = named([_COLUMNS, *rows], [name(one.chain) for _, one in judged])
-    head = f"{_where(tuned, judged_on)}:\n{table}"
+    head = f"{_where(tuned, judged_on)}:\n{comparison(tuned, tuned.judged)}"
     return "\n\n".join([head, "\n".join(notes(tuned)), _frontier_table(tuned)])
+
+
+def comparison(tuned: Tuned, labels: Iterable[str]) -> str:
+    """The judged chains of these labels, as a table with a line for each chain's name."""
+    shown = {label: tuned.judged[label] for label in labels}
+    rows = [_row(label, one, tuned) for label, one in shown.items()]
+    return named([_COLUMNS, *rows], [name(one.chain) for one in shown.values()])
 
 
 def _where(tuned: Tuned, judged_on: str | None) -> str:
