@@ -19,7 +19,7 @@ def test_the_partial_last_block_is_dropped(tmp_path: Path) -> None:
     )
     trace = open_trace(path)
     assert (trace.header.block_tokens, trace.header.format) == (512, "Mooncake")
-    assert [request.blocks for request in trace] == [[0, 1], [0, 1]]
+    assert [[*request.blocks] for request in trace] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.skipif(not CONVERSATION.exists(), reason="mooncake_conversation.jsonl is not there")

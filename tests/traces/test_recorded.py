@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from array import array
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,9 @@ from tiers.traces.trace import TOGETHER, TraceRequest
 
 HEADER = FileHeader(block_tokens=16, started=1000.0, kv_bytes_per_token=2048)
 REQUESTS = [
-    TraceRequest(0.0, 40, 7, [2**64 - 1, 0]),
-    TraceRequest(2.5, 15, 0, [], "salt"),
-    TraceRequest(1e9, 33, 1, [2**64 - 1, 5]),
+    TraceRequest(0.0, 40, 7, array("Q", [2**64 - 1, 0])),
+    TraceRequest(2.5, 15, 0, array("Q"), "salt"),
+    TraceRequest(1e9, 33, 1, array("Q", [2**64 - 1, 5])),
 ]
 
 
@@ -32,6 +34,17 @@ def test_what_is_written_is_read_again_and_again(tmp_path: Path) -> None:
     assert list(trace) == list(trace) == REQUESTS
     assert (trace.summary.requests, trace.summary.skipped) == (3, {})
     assert trace.summary.bytes_read == trace.file_bytes
+
+
+def test_who_keeps_a_trace_keeps_8_bytes_of_an_id(tmp_path: Path) -> None:
+    # Lists of ints take 40: a search in a recording of a gigabyte would need tens of them.
+    path, count = tmp_path / "a.jsonl", 100_000
+    path.write_bytes(written(TraceRequest(0.0, count * 16, 0, range(2**60, 2**60 + count))))
+    tracemalloc.start()
+    kept = list(open_trace(path))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept[0].blocks) == count and used < 10 * count
 
 
 def frames(text: bytes, size: int) -> bytes:
@@ -125,7 +138,7 @@ def test_a_folder_of_rotated_files_is_read_in_order(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_bytes(written(request, header=header))
     (tmp_path / "new.jsonl.zst").write_bytes(b"")
     trace = open_trace(tmp_path)
-    assert [(r.timestamp, r.blocks) for r in trace] == [(0, [1]), (2000, [3]), (4000, [2])]
+    assert [(r.timestamp, *r.blocks) for r in trace] == [(0, 1), (2000, 3), (4000, 2)]
     assert trace.summary.skipped == {"files without a whole first line": 1}
 
 
@@ -134,7 +147,7 @@ def test_writers_are_merged_by_time(tmp_path: Path) -> None:
         requests = [TraceRequest(float(t), 16, 1, [t]) for t in range(writer, 10, 2)]
         header = HEADER._replace(writer=str(writer))
         (tmp_path / f"{writer}.jsonl").write_bytes(written(*requests, header=header))
-    assert [r.blocks for r in open_trace(tmp_path)] == [[t] for t in range(10)]
+    assert [[*r.blocks] for r in open_trace(tmp_path)] == [[t] for t in range(10)]
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     assert MIN_BYTES * 2 // 3 < sum(sizes) <= MIN_BYTES
     assert link.is_symlink() and outside.read_text() == "not ours"
     assert all(file.stat().st_size == MIN_BYTES for file in strange)
-    assert [r.blocks for r in open_trace(ours[-1])] == [ids, ids], "each can be read alone"
+    assert [[*r.blocks] for r in open_trace(ours[-1])] == [ids, ids], "each can be read alone"
     with pytest.raises(RecordingError, match="are over a file's"):
         written.append(line * 3)
 

@@ -40,7 +40,7 @@ def test_ids_are_local_to_a_conversation(tmp_path: Path) -> None:
 
 def test_a_global_scope_shares_ids(tmp_path: Path) -> None:
     one = conversation(call(0, 1, 2), hash_id_scope="global")
-    assert [r.blocks for r in open_trace(written(tmp_path, one, one))] == [[1, 2], [1, 2]]
+    assert [[*r.blocks] for r in open_trace(written(tmp_path, one, one))] == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("nested", [(0.0, 3.0), (10.0, 13.0)], ids=["relative", "absolute"])

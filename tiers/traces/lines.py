@@ -4,6 +4,7 @@ fields."""
 from __future__ import annotations
 
 import json
+from array import array
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -184,8 +185,9 @@ def whole(found: dict[str, Any], key: str, at_least: int = 0) -> int:
     return value
 
 
-def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
-    """A list of ids: whole numbers from 0 to 2**64 - 1. They may repeat."""
+def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> array[int]:
+    """Ids: whole numbers from 0 to 2**64 - 1, of 8 bytes each, where a list takes 40: who searches
+    keeps all of a trace. They may repeat."""
     value = _required(found, key)
     if type(value) is not list:
         raise Malformed(f"{key} must be a list of whole numbers, not {shown(value)}")
@@ -196,10 +198,10 @@ def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
         if min(value) < 0 or max(value) >= _MAX_ID:
             wrong = min(value) if min(value) < 0 else max(value)
             raise Malformed(f"{key} must be from 0 to 2**64 - 1, not {shown(wrong)}")
-    return value
+    return array("Q", value)
 
 
-def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
+def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> array[int]:
     """Ids that each stand for a block and all before it, so none comes twice in a request."""
     ids = hash_ids(found, key)
     if len(set(ids)) != len(ids):
@@ -210,7 +212,7 @@ def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
     return ids
 
 
-def full_blocks(ids: list[int], length: int, size: int) -> list[int]:
+def full_blocks(ids: array[int], length: int, size: int) -> array[int]:
     """The ids of a prompt's full blocks of `size` tokens; a partial last one may have one, too."""
     blocks = -(-length // size)
     if len(ids) > blocks:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -145,7 +145,7 @@ def _qwen(found: dict[str, Any]) -> TraceRequest:
     )
 
 
-def chained(ids: list[int]) -> list[int]:
+def chained(ids: Iterable[int]) -> array[int]:
     """Ids of 64 bits that each stand for an id and all before it.
 
     Needs no memory of other requests. Any two of 10 million different prefixes get the same id
@@ -155,7 +155,7 @@ def chained(ids: list[int]) -> list[int]:
     # bytes has a seed.
     links = accumulate(ids, lambda before, block: hash((before, block)), initial=QWEN_TOKENS)
     next(links)
-    return [link & 2**64 - 1 for link in links]
+    return array("Q", (link & 2**64 - 1 for link in links))
 
 
 # -- WEKA ----------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ _ID_BITS = 40
 
 
 class _Call(NamedTuple):
-    """A request of a conversation; its ids take 8 bytes each, since all of a conversation wait."""
+    """A request of a conversation."""
 
     seconds: float
     input_length: int
@@ -217,7 +217,7 @@ def _interleaved(found: Iterator[_Conversation], at_a_time: int) -> Iterator[Tra
     while running:
         time, place, began, position, conversation = running[0]
         call = conversation.calls[position]
-        ids = [conversation.first_id + block for block in call.ids]
+        ids = array("Q", (conversation.first_id + block for block in call.ids))
         yield TraceRequest(time * 1000, call.input_length, call.output_length, ids)
         if position + 1 < len(conversation.calls):
             following = began + conversation.calls[position + 1].seconds
@@ -277,4 +277,4 @@ def _call(found: dict[str, Any], seconds: float, block_tokens: int) -> _Call:
     full = full_blocks(ids, length, block_tokens)
     if ids and max(ids) >> _ID_BITS:
         raise Malformed(f"hash_ids must be under 2**{_ID_BITS}, not {max(ids)}")
-    return _Call(seconds, length, whole(found, "out"), array("Q", full))
+    return _Call(seconds, length, whole(found, "out"), full)
