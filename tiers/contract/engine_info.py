@@ -59,7 +59,8 @@ class EngineInfo:
     depends on beside its block hashes and its media. `media`: marks of
     requests with images and the like, which block hashes have by names only. `adapters`: those
     that a worker's engine has loaded. `step_tokens`: what
-    one step computes at most; 0: not known. `weights_change`: whether it is made to take other
+    one step computes at most; 0: not known. `lookahead_tokens`: behind those, which it wants room
+    for, so that it can draft. `weights_change`: whether it is made to take other
     weights while it runs, so that its facts do not name them. `late_facts`: more facts, on a
     worker; a tier whose blocks others may find opens once they are known. `host`: where this
     process is, by a name that tells hosts, and containers with file systems of their own, apart;
@@ -86,6 +87,7 @@ class EngineInfo:
     drops_last: bool = False
     groups: tuple[KVGroup, ...] = ()
     step_tokens: int = 0
+    lookahead_tokens: int = 0
     weights_change: bool = False
     media: MediaMarks = MediaMarks()  # noqa: RUF009 - it has no state
     marks: RequestMarks = RequestMarks()  # noqa: RUF009 - it has no state

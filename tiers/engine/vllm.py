@@ -128,6 +128,7 @@ def engine_info(
         ranks_here=_ranks_here(vllm_config.parallel_config),
         replicated=getattr(kv_cache_config, "kv_tp_replicas", 1) == world_size > 1,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        lookahead_tokens=vllm_config.num_lookahead_tokens,
         weights_change=getattr(vllm_config, "weight_transfer_config", None) is not None,
         media=media_marks(
             vllm_config,

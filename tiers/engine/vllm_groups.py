@@ -45,7 +45,7 @@ def kv_groups(
             "it to 1, or start vLLM without kvtiers."
         )
     if any(group.is_state for group, _ in groups):
-        _refuse_states(groups)
+        _refuse_states(vllm_config, groups)
     plain = len(groups) == 1 and groups[0][0].window is None
     if not plain and not REPORTS_FAILED_REQUESTS:
         raise ValueError(
@@ -85,11 +85,8 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
             )
     # Ranks before the last would never store: when it speculates, the V1 runner tells a rank to
     # save after the drafter has run, which is the last rank's part.
-    if (
-        getattr(vllm_config, "speculative_config", None) is not None
-        and getattr(parallel, "pipeline_parallel_size", 1) > 1
-        and not getattr(vllm_config, "use_v2_model_runner", False)
-    ):
+    is_v2 = getattr(vllm_config, "use_v2_model_runner", False)
+    if _speculates_in_a_pipeline(vllm_config) and not is_v2:
         raise ValueError(
             "kvtiers does not serve speculative decoding with pipeline parallelism on vLLM's V1 "
             "model runner, which lets the last rank alone store. Leave one of the two out."
@@ -115,11 +112,19 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
         )
 
 
-def _refuse_states(groups: list[tuple[KVGroup, list[str]]]) -> None:
+def _speculates_in_a_pipeline(vllm_config: VllmConfig) -> bool:
+    has_drafts = getattr(vllm_config, "speculative_config", None) is not None
+    return has_drafts and getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
+
+
+def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str]]]) -> None:
     """Raise ValueError where the states of recurrent layers can't be served."""
     why = WHY_OLD
     if not why and len({group.tokens for group, _ in groups}) > 1:
         why = "their blocks have another size than those of attention"
+    if not why and _speculates_in_a_pipeline(vllm_config):
+        # They learn how many drafts were taken when the block was stored already.
+        why = "with drafts, ranks before a pipeline's last keep states where they belong too late"
     if why:
         names = next(layers for group, layers in groups if group.is_state)
         raise ValueError(

@@ -265,8 +265,16 @@ def load_room(config: VllmConfig, scheduler: Any) -> LoadRoom:
     groups = []
     with suppress(ValueError):
         groups = [group for group, _ in known_groups(config, scheduler.kv_cache_config)]
-    step_tokens = config.scheduler_config.max_num_batched_tokens
-    room = LoadRoom(EngineInfo({}, 1, 1, 0, groups=tuple(groups), step_tokens=step_tokens))
+    info = EngineInfo(
+        {},
+        block_tokens=1,
+        hash_tokens=1,
+        num_blocks=0,
+        groups=tuple(groups),
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
+        lookahead_tokens=config.num_lookahead_tokens,
+    )
+    room = LoadRoom(info)
     # The manager of blocks is made after the connector.
     room.free_blocks = lambda: scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return room

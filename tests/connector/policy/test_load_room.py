@@ -18,9 +18,11 @@ STEP = 16
 class Setting:
     """Two groups of an engine, and the blocks that it has free."""
 
-    def __init__(self, free: int, window: int | None = WINDOW) -> None:
+    def __init__(self, free: int, window: int | None = WINDOW, lookahead: int = 0) -> None:
         groups = (KVGroup(TOKENS), KVGroup(TOKENS, window))
-        info = EngineInfo({}, TOKENS, TOKENS, num_blocks=99, groups=groups, step_tokens=STEP)
+        info = EngineInfo(
+            {}, TOKENS, TOKENS, 99, groups=groups, step_tokens=STEP, lookahead_tokens=lookahead
+        )
         self.requests = RequestTable(info)
         self.room = LoadRoom(info)
         self.room.free_blocks = lambda: free
@@ -50,6 +52,14 @@ def test_one_more_loads_where_the_next_step_of_any_fits_beside_its_blocks(
         own = Setting(free)
         own.begin("a", 21, end=20)
         assert own.fits("b", 20 + left, end=20) is (free == 8 + needed)
+
+
+@pytest.mark.parametrize(("lookahead", "needed"), [(3, 4), (4, 6), (9, 8)])
+def test_a_step_has_room_for_what_it_drafts(lookahead: int, needed: int) -> None:
+    for free in (8 + needed - 1, 8 + needed):
+        setting = Setting(free, lookahead=lookahead)
+        setting.begin("a", 21, end=20)
+        assert setting.fits("b", 21, end=20) is (free == 8 + needed)
 
 
 def test_one_alone_always_loads() -> None:

@@ -145,6 +145,21 @@ def test_what_kv_does_not_depend_on_is_shared(part: str, field: str) -> None:
     assert facts[0] == facts[1]
 
 
+def test_drafters_without_kv_are_no_fact() -> None:
+    """Nor is where a model with a drafter of its own lies."""
+
+    def facts(target: str, **drafter: str) -> dict[str, str]:
+        more = {"speculative_config": drafter} if drafter else {}
+        return config_facts(config(model_config={"model": target}, **more), "0.32.0")
+
+    plain = facts("/a")
+    for method in ("ngram", "suffix", "medusa"):
+        assert facts("/a", method=method, model="/c", quantization="fp8") == plain
+    own = facts("/a", method="mtp", model="/a")
+    assert own == facts("/b", method="mtp", model="/b") != plain
+    assert facts("/a", method="eagle", model="/c") != facts("/a", method="eagle", model="/d")
+
+
 def test_parts_of_parts_are_told_apart() -> None:
     def facts(**fields: Any) -> dict[str, str]:
         return config_facts(

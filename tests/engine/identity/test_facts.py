@@ -226,6 +226,16 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             {"pipeline_parallel_size": 2, "speculative_config": object()},
             "speculative decoding with pipeline parallelism",
         ),
+        (
+            "recurrent states and speculation in a pipeline",
+            [{**STATE}, {}],
+            {
+                "pipeline_parallel_size": 2,
+                "speculative_config": object(),
+                "use_v2_model_runner": True,
+            },
+            "ranks before a pipeline's last keep states where they belong too late|0.32 and later",
+        ),
         ("an engine that only encodes", [{}], {"encodes": True}, "has no KV: start it without"),
         (
             "fault tolerance",

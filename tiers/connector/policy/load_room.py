@@ -33,7 +33,7 @@ class LoadRoom:
         self._groups = engine.kv_groups
         self.has_windows = any(g.window is not None and not g.is_state for g in self._groups)
         """Whether there is anything to wait for."""
-        self._step_tokens = engine.step_tokens
+        self._step_tokens, self._lookahead = engine.step_tokens, engine.lookahead_tokens
         self.free_blocks: Callable[[], int] | None = None
         """Blocks that the engine has free, those included that it would evict; None: not known."""
         self.used: list[LoadingRequest] = []
@@ -78,13 +78,13 @@ class LoadRoom:
         )
 
     def _next_step(self, loading: LoadingRequest, computed: int) -> int:
-        """Blocks that the engine wants free before a step, one more of each group for drafts:
-        without windows for all of the prompt, with them for what the step computes."""
+        """Blocks that the engine wants free before a step, those for drafts and one more of each
+        group included: without windows for all of the prompt, with them for what it computes."""
         stop = loading.request.num_tokens
         step = min(stop, computed + (self._step_tokens or stop))
         ends = (step if group.window is not None else stop for group in self._groups)
         return sum(
-            1 + _blocks(group, end) - computed // group.tokens
+            1 + _blocks(group, end + self._lookahead) - computed // group.tokens
             for group, end in zip(self._groups, ends, strict=True)
         )
 

@@ -26,6 +26,8 @@ SOURCES = "sources"
 """What names from where else than its own files a model loads weights: no fact itself, since the
 same may lie elsewhere."""
 _VOLATILE = ("_name_or_path", "transformers_version")
+_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Ways to draft that keep no KV, so that blocks are the same with and without."""
 _KERNELS = ("use_aiter", "use_flashinfer")  # of rotary embeddings: others where an engine compiles
 _SAMPLING = (
     "_from_model_config assistant_confidence_threshold assistant_early_exit "
@@ -53,6 +55,9 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     """Return every fact of the configuration, except weights, layout and rank. A field that this
     kvtiers does not know is one, too, unless it has its default."""
     configs = [*_configs("VllmConfig", vllm_config)]
+    drafts = getattr(vllm_config, "speculative_config", None)
+    if getattr(drafts, "method", None) in _WITHOUT_KV:
+        configs = [(name, config) for name, config in configs if config is not drafts]
     facts = {
         "engine": engine_version,
         "config": config_digest(vllm_config.model_config.hf_config),
@@ -63,6 +68,9 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
             if hasattr(config, field)
         },
     }
+    if getattr(drafts, "model", None) == getattr(vllm_config.model_config, "model", None):
+        # Its drafter is a part of the model, whose weights stand for it wherever it lies.
+        facts.pop("SpeculativeConfig.model", None)
     unknown = {key: value for one in configs for key, value in _unknown(*one)}
     if unknown:
         logger.info(
