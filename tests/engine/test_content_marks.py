@@ -635,6 +635,17 @@ def test_what_a_name_stood_for_is_open_while_its_digest_is_missing() -> None:
     assert not marks._given_up
 
 
+@pytest.mark.usefixtures("slow")
+def test_an_image_whose_digest_was_late_is_known_with_its_adapter() -> None:
+    marks, image = ContentMarks(False, room=100, by_adapter=True), seen("avatar", torch.rand(4))
+    late, again = (asked(name, image) for name in ("1", "2"))
+    late.lora_request = again.lora_request = SimpleNamespace(lora_name="sql", lora_path="/v1")
+    assert not marks.ready(late) and marks.give_up(late)
+    marks._given_up["1"][0].content.result()
+    marks.forget("1")
+    assert marks.of(again).shared
+
+
 def test_where_nothing_is_ever_stored_nothing_is_digested() -> None:
     marks = process()
     request = asked("1", seen("a", RED))

@@ -57,6 +57,8 @@ class _Asked(NamedTuple):
     medium: Any
     item: Any
     content: Future[bytes | None]
+    adapter: bytes
+    """That it is encoded with; empty: none."""
 
 
 class ContentMarks(MediaMarks):
@@ -109,8 +111,10 @@ class ContentMarks(MediaMarks):
         """Begin to digest the media of a request that are not digested yet."""
         media = self._unmarked(request)
         if media and request.request_id not in self._digesting:
+            adapter = self._adapter(request)
             self._digesting[request.request_id] = [
-                _Asked(medium, medium.data, self._digester.ask(medium.data)) for medium in media
+                _Asked(medium, medium.data, self._digester.ask(medium.data), adapter)
+                for medium in media
             ]
 
     def ready(self, request: Any) -> bool:
@@ -127,7 +131,8 @@ class ContentMarks(MediaMarks):
         if late:
             self._log.warn(_LATE, request.request_id)
         asked = self._digesting.pop(request.request_id, [])
-        unasked = [_Asked(medium, None, Future()) for medium in media[len(asked) :]]
+        adapter = self._adapter(request)
+        unasked = [_Asked(medium, None, Future(), adapter) for medium in media[len(asked) :]]
         mark = self._marks.setdefault(request.request_id, MediaMark())
         mark.steps.append((media[0].mm_position.offset, secrets.token_bytes(MARK_BYTES)))
         mark.shared = False
@@ -220,7 +225,7 @@ class ContentMarks(MediaMarks):
         for one in (given_up := self._given_up.pop(request_id, [])):
             name = one.medium.identifier
             if one.content.done():
-                self._known(name, one.content.result())
+                self._known(name, one.content.result(), one.adapter)
             else:  # the engine's caches may have it under this name for as long as it runs
                 self._doubt(name)
         self._drop(given_up)

@@ -157,7 +157,11 @@ class HostingEngine:
         self._has_looked = False
 
     def reset(self) -> None:
-        """All that was stored is forgotten: what is stored from now on is of the weights of now."""
+        """All that was stored is forgotten: what is stored from now on is of the weights of now, or
+        of those that it has when it wakes."""
+        self._compare()
+        if not self._is_compared:
+            self._seen = None
         self._is_outdated = False
         self._resets += 1
         self.end_step()
@@ -224,7 +228,7 @@ class HostingEngine:
             return
         before, self._seen = self._seen, self._executor.collective_rpc(weights_of_worker)
         self._is_compared = True
-        if before != self._seen:
+        if before not in (None, self._seen):
             self._outdate()
 
     def _keep_room(self, connector: Any) -> None:

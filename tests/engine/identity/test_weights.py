@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tiers.concurrency.executors import in_background
-from tiers.engine.identity import digests
+from tiers.engine.identity import digests, weights
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.weights import NoIdentity, identity, source, within
 from tiers.paths import Mount
@@ -414,6 +414,33 @@ def test_what_is_moved_to_its_place_while_the_engine_starts_is_nobody_s(
     config = SimpleNamespace(model=str(current), revision=None)
     files = source(config, SimpleNamespace(load_format="auto"), None, time.time())
     with pytest.raises(FileChanged, match=words):
+        identity(files, Digests(None).of, since)
+
+
+@pytest.mark.parametrize(("kind", "at"), [("ext4", "above"), ("overlay", "."), ("overlay", "m")])
+def test_folders_of_a_container_s_image_are_written_below(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, at: str
+) -> None:
+    """An overlay copies a folder then, which keeps the time of its entries and has a new one of its
+    own, as one that was moved. So only that of the weights themselves is looked at there."""
+    monkeypatch.setattr(weights, "mount_of", lambda path: Mount(kind))
+    files = source(
+        SimpleNamespace(model=str(model), revision=None),
+        SimpleNamespace(load_format="auto"),
+        None,
+        time.time(),
+    )
+    for path in (*model.iterdir(), model, model.parent):
+        old(path)
+    time.sleep(0.02)
+    since = time.time()
+    time.sleep(0.02)
+    changed = model if at == "m" else model.parent
+    changed.chmod(0o711)
+    if (kind, at) == ("overlay", "."):
+        assert identity(files, Digests(None).of, since)
+        return
+    with pytest.raises(FileChanged, match="a folder, was moved"):
         identity(files, Digests(None).of, since)
 
 

@@ -241,6 +241,32 @@ def test_weights_are_compared_after_each_call_or_when_they_can_be_read(
     assert engine.is_outdated == (weights == [b"new"])
 
 
+@pytest.mark.parametrize("reset", ["asleep", "awake", "awake, then a step"])
+def test_a_reset_forgets_what_weights_changed_before(reset: str) -> None:
+    """As in training: a part of what sleeps wakes, for weights to be written, then all of it."""
+    from tiers.engine.vllm_hosting import HostingEngine
+
+    engine: Any = object.__new__(HostingEngine)
+    weights = [b"new"]
+    engine._executor = SimpleNamespace(collective_rpc=lambda _: [*weights], is_sleeping=True)
+    engine._seen, engine._is_compared, engine._has_looked = [b"old"], False, True
+    engine._is_outdated = engine._has_failed = False
+    engine._resets, engine._watch = 0, WeightWatch(Weights(), ranks=1)
+    engine._room = SimpleNamespace(step_begins=lambda: None)
+    engine._executor.is_sleeping = reset == "asleep"
+    if reset == "awake, then a step":
+        engine.end_step()
+        assert engine.is_outdated
+    engine.reset()
+    assert engine.is_outdated == (reset == "asleep")
+    engine._executor.is_sleeping = False
+    engine.end_step()
+    assert not engine.is_outdated
+    weights[0], engine._is_compared = b"newer", False
+    engine.end_step()
+    assert engine.is_outdated
+
+
 @pytest.mark.parametrize("how", ["raises", "ends so", "ends well"])
 def test_nothing_is_served_or_kept_after_a_step_that_failed(how: str) -> None:
     """An engine may go on, as one of this process whose caller catches that."""

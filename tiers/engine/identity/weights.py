@@ -16,7 +16,7 @@ from typing import Any
 
 from tiers.engine.identity.digests import FileChanged
 from tiers.errors import KVTiersError
-from tiers.paths import found_at
+from tiers.paths import found_at, mount_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PROGRAMS = (".py", ".json")
@@ -164,7 +164,9 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
     if weights.folder is not None:
         _same_links(weights.folder, since)
     for folder in {part for path in weights.files for part in _above(path)}:
-        _not_moved(folder, since)
+        # An overlay's folder looks moved once somebody first writes below it.
+        if folder == weights.folder or mount_of(folder).kind != "overlay":
+            _not_moved(folder, since)
     return whole.hexdigest()
 
 
