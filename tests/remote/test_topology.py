@@ -29,10 +29,11 @@ from tests.support.topologies import (
 )
 from tiers.errors import RecordError, TierUnavailable
 from tiers.remote.pipeline import Record
+from tiers.remote.pools import Pool
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
 from tiers.remote.stream import Deadline
-from tiers.remote.topology import SLOTS, Cluster, Node, OneMaster
+from tiers.remote.topology import FAILURES, SLOTS, Cluster, Node, OneMaster
 from tiers.remote.url import Endpoint
 from tiers.store import Block, TierStore, Waiting
 from tiers.testing import Memory, StoreContract, make_key
@@ -384,6 +385,67 @@ def test_one_that_never_answers_leaves_time_for_the_next(nodes: list[RedisServer
             stack.callback(store.close)
             with pytest.raises(TierUnavailable):
                 store.has([make_key()])
+
+
+class Told:
+    """Answers questions to servers that are not there, by their ports; those of `gone` hang."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[int, Any] = {}
+        self.asked: list[int] = []
+        monkeypatch.setattr(Pool, "ask", lambda pool, limit, *words: self.ask(pool))
+
+    def ask(self, pool: Pool) -> Any:
+        port = pool._pool.connection_kwargs["port"]
+        self.asked.append(port)
+        if port not in self.answers:
+            raise TimeoutError("nobody is there")
+        return self.answers[port]
+
+
+@pytest.mark.fault
+def test_masters_that_left_a_cluster_are_asked_nothing_and_leave_no_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A master hands over, and its address is gone: a few of those took all of a verb's time."""
+    told = Told(monkeypatch)
+    spec = RedisSpec.model_validate({"url": "redis+cluster://127.0.0.1:1"})
+    topology = Cluster(spec.connection(), 1.0)
+    for master in range(10, 22):
+        told.answers = {port: [[0, SLOTS - 1, [b"127.0.0.1", master]]] for port in (1, master)}
+        told.asked.clear()
+        topology._map = None  # as after MOVED
+        assert [*topology.masters(Deadline(5))[0]] == [f"127.0.0.1:{master}"]
+        assert told.asked in ([1], [master - 1, 1]), "the one that it knew, and who is named"
+        assert len(topology._pools._pools) == 2
+
+
+@pytest.mark.fault
+def test_a_node_that_knows_no_cluster_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch)
+    spec = RedisSpec.model_validate({"url": "redis+cluster://127.0.0.1:1,127.0.0.1:2"})
+    topology = Cluster(spec.connection(), 1.0)
+    told.answers = {1: []}
+    with pytest.raises(FAILURES):
+        topology.masters(Deadline(5))
+    told.answers = {1: [], 2: [[0, SLOTS - 1, [b"127.0.0.1", 2]]]}
+    assert topology.masters(Deadline(5))[1] == 0, "no slot is nobody's"
+    told.answers = {1: []}
+    topology._map = None
+    with pytest.raises(FAILURES):
+        topology.masters(Deadline(5))
+
+
+@pytest.mark.fault
+def test_former_masters_that_sentinels_named_leave_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch)
+    spec = RedisSpec.model_validate({"url": "redis+sentinel://127.0.0.1:1/master"})
+    topology = OneMaster(spec.connection())
+    for port in range(10, 22):
+        told.answers[1] = [b"127.0.0.1", b"%d" % port]
+        topology._master = None  # as after a failure
+        assert topology.masters(Deadline(5))[0]
+    assert len(topology._masters._pools) == 1
 
 
 class Idle:

@@ -7,7 +7,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -88,8 +88,8 @@ class Pool:
         finally:
             self._pool.release(connection)
 
-    def close(self) -> None:
-        self._pool.disconnect()
+    def close(self, in_use: bool = True) -> None:
+        self._pool.disconnect(inuse_connections=in_use)
 
 
 class Pools:
@@ -107,6 +107,13 @@ class Pools:
             if endpoint not in self._pools:
                 self._pools[endpoint] = Pool(self._settings, endpoint)
             return self._pools[endpoint]
+
+    def keep(self, endpoints: Set[Endpoint]) -> None:
+        """Drop the pools of all others, with their connections; those in use close when they are
+        not needed any more."""
+        with self._lock:
+            for other in self._pools.keys() - endpoints:
+                self._pools.pop(other).close(in_use=False)
 
     def close(self) -> None:
         with self._lock:

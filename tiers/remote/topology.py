@@ -82,6 +82,7 @@ class OneMaster:
                 why = reason(error)
                 continue
             if named is not None:
+                self._masters.keep({named})
                 return self._masters.at(named)
         raise Unreachable(f"no sentinel names a master of {self._service!r} ({why})")
 
@@ -228,9 +229,18 @@ class Cluster:
             except FAILURES as error:
                 failure = error
                 continue
-            for each in filter(None, {*served}):
-                self._nodes.setdefault(each, Node(each, self._pools.at(each), self._timeout))
-            self._map = learnt = [None if each is None else self._nodes[each] for each in served]
+            there = set(filter(None, served))
+            if not there:  # it was reset, or has not joined yet
+                failure = Unreachable(f"{endpoint} knows no node of the cluster")
+                continue
+            # Those that left are forgotten, else each map would be asked of all of them first.
+            before = self._nodes
+            self._nodes = nodes = {
+                each: before.get(each) or Node(each, self._pools.at(each), self._timeout)
+                for each in there
+            }
+            self._pools.keep(there.union(self._url.endpoints))
+            self._map = learnt = [None if each is None else nodes[each] for each in served]
             return learnt
         raise failure
 

@@ -121,6 +121,22 @@ def test_an_engine_whose_weights_change_often_leaves_few_notes(tmp_path: Path) -
         assert set(records.notes()) == {bytes(15) + b"x", *spaces[-GENERATIONS:]}
 
 
+@pytest.mark.parametrize("has_records", [True, False])
+def test_an_engine_whose_weights_change_often_remembers_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_records: bool
+) -> None:
+    monkeypatch.setattr(namespace_notes, "AGAIN_S", 0.0)
+    spec = DiskSpec(path=tmp_path, capacity=1 << 20)
+    spec.open(StoreContext(4096)).close()
+    if not has_records:
+        monkeypatch.setattr(DiskSpec, "records", lambda spec: None)
+    notes = NamespaceNotes(spec, describe({}, "org/model", 16, 40960))
+    for number in range(GENERATIONS + 5):
+        notes.begin(bytes([number]) * 16, lasts=False)
+        wait_until(lambda: notes._last is not None and notes._last.done())
+    assert len(notes._begun) == 1 and len(notes._passing) == GENERATIONS
+
+
 def test_of_an_encrypted_tier_nothing_is_noted(
     shared_tier: StoreSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tiers.connector.multi.multi_scheduler import WeightAgreement
+from tiers.connector.worker import weight_watch
 from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreJob
@@ -70,6 +71,19 @@ def test_weights_that_were_others_in_between_are_not_believed() -> None:
     assert step(watch, b"next").unchanged() is True
     weights.shown = b"newer"
     assert step(watch, b"next").unchanged() is False
+
+
+def test_an_engine_that_is_reset_for_ever_remembers_the_last_generations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_watch, "MOST_OVER", 3)
+    watch = watching(Slow())
+    for number in range(9):
+        assert step(watch, b"%d" % number).unchanged()
+    assert len(watch._over) == 3
+    for number in (5, 6, 7):
+        assert not step(watch, b"%d" % number).unchanged(), "an order from before a reset"
+    assert step(watch, b"8").unchanged()
 
 
 @pytest.mark.timeout(30)

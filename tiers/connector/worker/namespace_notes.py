@@ -87,6 +87,7 @@ class NamespaceNotes:
         is_of_late = now < self._begun.get(namespace, -AGAIN_S) + AGAIN_S
         if is_of_late or not (last is None or last.done()):
             return
+        self._begun = {one: at for one, at in self._begun.items() if now < at + AGAIN_S}
         self._begun[namespace] = now
         with suppress(RuntimeError):  # no thread can be had, or the engine ends
             thread = IoExecutor(1, "notes")
@@ -114,11 +115,12 @@ class NamespaceNotes:
             )
 
     def _keep(self, namespace: bytes, note: NamespaceNote) -> None:
+        over = [self._passing.popleft() for _ in range(len(self._passing) - GENERATIONS)]
         if (records := self._spec.records()) is not None:
             with closing(records):
                 records.note(namespace, note.encode())
-                while len(self._passing) > GENERATIONS:
-                    records.note(self._passing.popleft(), b"")
+                for one in over:
+                    records.note(one, b"")
 
     def _other_sizes(self, mine: NamespaceNote) -> list[int]:
         """The numbers of ranks, other than ours, of engines of this model that have stored here."""

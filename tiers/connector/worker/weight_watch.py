@@ -21,6 +21,8 @@ from tiers.contract.weight_reports import Look, Seen, Watch, WeightOrders, Weigh
 
 logger = logging.getLogger(__name__)
 
+MOST_OVER = 4096
+
 
 class WeightVerdict:
     """Whether the jobs of a step are of their generation's weights, by a look at those.
@@ -107,7 +109,8 @@ class WeightWatch(Watch):
         self._is_shared = ranks > 1
         self._step, self._is_computed = -1, True
         self._generation: _Generation | None = None
-        self._over: set[bytes] = set()
+        self._over: dict[bytes, None] = {}
+        """The last of those that are over, in their order; orders of longer ago have ended."""
         self._reported: bytes | None = None
         self._part = 0
         self._number: int | None = None
@@ -185,13 +188,15 @@ class WeightWatch(Watch):
         now = self._generation
         if now is not None and now.tag == tag:
             return now
-        if now is not None:
-            self._over.add(now.tag)
         made = _Generation(tag, self._weights)
         if tag in self._over:
             made.is_over = True  # an order from before a reset: what it stood for is gone
-        else:
-            self._generation = made
+            return made
+        if now is not None:
+            self._over[now.tag] = None
+            if len(self._over) > MOST_OVER:
+                del self._over[next(iter(self._over))]
+        self._generation = made
         return made
 
     def report(self) -> WeightReport | None:

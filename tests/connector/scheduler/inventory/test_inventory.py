@@ -295,6 +295,25 @@ def test_a_folder_that_can_not_be_made_is_said_once_and_losses_are_told(
     assert caplog.text.count("is not announced again after a restart") == 1
 
 
+def test_an_idle_engine_steps_for_what_was_lost_and_not_for_each_look(
+    opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    held, says = {*run_of(1).keys}, list[bool]()
+
+    def holds(keys: Sequence[bytes]) -> list[bool]:
+        says.append(of.is_announcing)
+        return [key in held for key in keys]
+
+    of = opened(holds, None)
+    of.note(run_of(1))
+    of.note(run_of(5))
+    assert lost(of, 3) == sorted(run_of(5).hashes)
+    says.clear()
+    wait_for(lambda: len(says) > 3)
+    assert not any(says), "nothing is due"
+
+
 def test_what_may_lie_in_no_file_is_bounded_and_counted(
     opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,10 +192,10 @@ class Inventory:
     def _run(self) -> None:
         while True:
             self._try(self._open)
+            if self._missing is None:
+                self._adopting = False
             self._try(self._write)
             self._try(self._audit)
-            if self._missing is None:
-                self._adopting = bool(self._due)
             if self._stop.wait(PAUSE):
                 break
         self._try(self._write)
