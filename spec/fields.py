@@ -245,7 +245,8 @@ def checked(parse: Callable[[object], Value], value: object, shown: str) -> Valu
 # Without a colon it may be a password that its writer took for the user's place.
 _USERINFO = re.compile(r"(.*?://)?([^:/?#@\s]*:)?.*@", re.S)
 _LOST_AT = re.compile(r"(://[^:/?#\s\[]*:)(?!\d{0,5}(?:[/?#]|$))[^/?#\s]*")
-_QUERY_SECRET = re.compile(r"([?&][^=&\s]*(?:pass|auth|secret|token)[^=&\s]*=)[^&\s]*", re.I)
+_IS_SECRET = "pass|auth|secret|token|sig|key|credential"
+_QUERY_SECRET = re.compile(rf"([?&][^=&\s]*(?:{_IS_SECRET})[^=&\s]*=)[^&\s]*", re.I)
 _PATH = re.compile(r"/(?!/)(?!.*://)", re.S)
 
 

@@ -22,7 +22,7 @@ MAX_LINES = 50
 """Problems beyond this number are only counted."""
 
 _SHOWN = 80
-_PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential", re.I)
+_PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential|key_file", re.I)
 _COUNTS_TOKENS = re.compile(r"_per_token\b|\b(min|step|block)_tokens\b")
 """Keys of ours whose tokens are those of a prompt."""
 _PLAIN_REMEDIES = {

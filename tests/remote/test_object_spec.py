@@ -78,6 +78,7 @@ def test_places(url: str, local: bool | None) -> None:
         ({"url": "s3://kv/a b"}, "letters"),
         ({"url": "s3://kv", "options": {"secret_access_key": SECRET}}, "secrets"),
         ({"url": "s3://kv", "options": {"account_key": SECRET}}, "secrets"),
+        ({"url": "s3://kv", "options": {"endpoint": f"https://x/?sig={SECRET}"}}, "secrets"),
         ({"url": "s3://kv", "secrets": {"token": SECRET}}, "env"),
         ({"url": "s3://kv", "endpoint": "ftp://x"}, "http"),
         ({"url": "s3://kv", "capacity": "much"}, "capacity"),

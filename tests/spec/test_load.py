@@ -180,6 +180,10 @@ def test_problems_beyond_counting_are_counted(tmp_path: Path) -> None:
         "redis://:s3same@cache",
         "{type: redis, url: redis://:s3same: x@cache}",
         "{type: redis, ttl: 'redis://:s3same@cache', url: redis://a}",
+        "{type: object, url: 'az://kv?sv=1&sig=s3same'}",
+        "{type: object, url: az://kv, endpoint: 'https://x/?X-Amz-Credential=s3same'}",
+        "{type: object, url: az://kv, options: {endpoint: 'https://x/?sig=s3same'}}",
+        "{type: disk, path: /kv, capacity: 1GiB, encryption: {key_file: s3same}}",
     ],
 )
 def test_no_line_shows_a_secret(tmp_path: Path, tier: str) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from spec.fields import ByteSize, Duration
+from spec.fields import ByteSize, Duration, mask_secrets
 from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import SecretField
@@ -99,8 +99,9 @@ class ObjectSpec(StoreSpec):
     @field_validator("options", mode="after")
     @classmethod
     def _no_secret(cls, options: Mapping[str, str], info: ValidationInfo) -> Mapping[str, str]:
-        for name in options:
-            if _SECRET.search(name) and not _NOT_SECRET.search(name):
+        for name, value in options.items():
+            is_secret = _SECRET.search(name) and not _NOT_SECRET.search(name)
+            if is_secret or mask_secrets(value) != value:
                 raise ValueError(f"move {name} to secrets, like {{{name}: {{env: NAME}}}}")
         return options
 
