@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from tests.support.servers import RedisServer
 from tiers import block
 from tiers.block import Header
 from tiers.data import archive, transfer
-from tiers.data.archive import ArchiveHead, ArchiveWriter
+from tiers.data.archive import ArchiveError, ArchiveHead, ArchiveWriter
 from tiers.disk.records import DiskRecords
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
@@ -395,7 +396,9 @@ def test_an_archive_is_a_file(tmp_path: Path, kvtiers: Callable[..., Ran]) -> No
         assert ran.status == 2 and "an archive is a file" in ran.err
 
 
-def test_files_of_others_stay(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+def test_files_of_others_stay(
+    tmp_path: Path, kvtiers: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with disk.opened(tmp_path / "kv") as store:
         disk.put(store, disk.keys(1))
     for name in ("a.kvt", "a.kvt.part"):
@@ -404,6 +407,18 @@ def test_files_of_others_stay(tmp_path: Path, kvtiers: Callable[..., Ran]) -> No
         assert ran.status == 1 and "no archive of kvtiers" in ran.err
         assert (tmp_path / name).read_text() == "a letter to somebody"
         (tmp_path / name).unlink()
+    ArchiveWriter(tmp_path / "b.kvt", ArchiveHead()).close()
+    begun, us = tmp_path / "b.kvt.part", os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: us + 1)
+        for before in (begun.read_bytes(), b""):
+            begun.write_bytes(before)
+            with pytest.raises(ArchiveError, match="it is user"):
+                ArchiveWriter(tmp_path / "b.kvt", ArchiveHead())
+            assert begun.read_bytes() == before
+    begun.chmod(0o644)
+    ArchiveWriter(tmp_path / "b.kvt", ArchiveHead()).close()
+    assert begun.stat().st_mode & 0o777 == 0o600
     (tmp_path / "a.kvt.part").symlink_to(tmp_path / "of somebody")
     with pytest.raises(OSError, match="symbolic link"):
         ArchiveWriter(tmp_path / "a.kvt", ArchiveHead())

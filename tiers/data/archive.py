@@ -198,8 +198,8 @@ class ArchiveWriter:
     continued behind its last whole frame. Not thread-safe."""
 
     def __init__(self, path: Path, head: ArchiveHead) -> None:
-        """Raises OSError, and ArchiveError if another process writes it, or it was begun from a
-        tier with other encryption keys."""
+        """Raises OSError, and ArchiveError if another process writes it, or it was begun by another
+        user, or from a tier with other encryption keys."""
         self._path = path
         self._part = path.with_name(f"{path.name}.part")
         self.held: set[bytes] = set()
@@ -216,14 +216,17 @@ class ArchiveWriter:
         self._synced = self._end
 
     def _continue(self, head: ArchiveHead) -> None:
-        begun = os.fstat(self._handle).st_size
-        if begun:
+        found = os.fstat(self._handle)
+        if begun := found.st_size:
             try:
                 self._read_again(head)
             except ArchiveError:
                 # One that was killed in its head begins anew; anything else is somebody's.
                 if self._end or os.pread(self._handle, len(_MAGIC), 0) != _MAGIC[:begun]:
                     raise
+        if found.st_uid != os.geteuid():
+            raise ArchiveError(f"{self._part}: it is user {found.st_uid}'s; name another file")
+        os.fchmod(self._handle, 0o600)
         os.ftruncate(self._handle, self._end)
         if not self._end:
             self._write([head.encode()])
