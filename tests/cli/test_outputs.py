@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Ran
+from tiers.cli import arguments
 from tiers.cli.arguments import CannotWrite, write_json
 
 Kvtiers = Callable[..., Ran]
@@ -62,6 +63,29 @@ def test_what_a_link_names_is_written_and_the_link_stays(tmp_path: Path) -> None
     write_json(link, 7)
     assert link.is_symlink()
     assert place.read_text() == "7\n"
+
+
+def test_what_was_there_keeps_its_owner_and_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a chain with the salts of tenants, that its engine alone may read, is for all."""
+    path, given = tmp_path / "chain.yaml", list[tuple[int, int]]()
+    monkeypatch.setattr(os, "fchown", lambda _, user, group: given.append((user, group)))
+    path.touch(0o604)
+    write_json(path, 7)
+    found = path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o604
+    assert given == [(found.st_uid, found.st_gid)]
+
+
+def test_a_link_in_the_draft_s_place_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "token_hex", lambda size: "known")
+    (tmp_path / ".out.known.json").symlink_to(tmp_path / "of somebody")
+    with pytest.raises(CannotWrite, match="File exists"):
+        write_json(tmp_path / "out.json", 7)
+    assert [*tmp_path.iterdir()] == [tmp_path / ".out.known.json"]
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_a_larger_tier_is_advised_where_documents_do_not_fit(
 ) -> None:
     """Twenty documents in turn, of 10 blocks: an LRU of 100 blocks has none when it is asked."""
     served = serving(loop(20, 10, 420))
+    served.file.chmod(0o640)
     new, all_of_it = served.folder / "new.yaml", served.folder / "all.json"
     ran = kvtiers(*arguments(served, "--output", new, "--json", all_of_it))
     assert (ran.status, ran.err) == (0, "")
@@ -142,7 +143,8 @@ def test_a_larger_tier_is_advised_where_documents_do_not_fit(
     assert tier.capacity_bytes >= 200 * BLOCK
     found = json.loads(all_of_it.read_text())
     assert found["verdict"] == "change" and found["change_if_rates_are_off"][1] < -0.5
-    assert "ours" not in ran.out
+    assert "ours" not in ran.out + all_of_it.read_text()
+    assert "ours" in new.read_text() and new.stat().st_mode & 0o777 == 0o640
     assert found["diff"]["tiers"][0]["keys"][0]["key"] == "capacity"
     # All documents need 800 KiB, and 200 are free.
     monkeypatch.setattr("tiers.control.engine_control.spare_memory", lambda: 200 << 10)
@@ -160,7 +162,7 @@ def test_a_larger_tier_is_advised_where_documents_do_not_fit(
         ran = kvtiers(*arguments(served, "--output", new, "--json", all_of_it))
     found = json.loads(all_of_it.read_text())
     assert (ran.status, ran.err, found["verdict"]) == (1, "by hand\n", "change")
-    assert "Change: cpu" in ran.out and "yaml" not in found, "the advice of minutes was lost"
+    assert "Change: cpu" in ran.out and "diff" not in found, "the advice of minutes was lost"
     served.file.write_text(new.read_text())
     ran = kvtiers(*arguments(served))
     assert (ran.status, ran.out) == (2, "") and "runs another chain; tiers differ" in ran.err

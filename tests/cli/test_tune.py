@@ -17,6 +17,7 @@ import pytest
 from bench.traffic import main as make_traffic
 from spec.load import load_chain
 from tests.cli.conftest import Ran
+from tiers.cli import arguments as writing
 from tiers.cli import tune as command
 from tiers.errors import TraceError
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
@@ -289,11 +290,12 @@ def test_an_interrupt_while_writing_leaves_what_was_there(
 ) -> None:
     (given / "result").write_text("before")
 
-    def interrupted(self: Path, *_: Any, **__: Any) -> None:
-        self.open("w").write("half")
+    def interrupted(file: int, *_: Any, **__: Any) -> None:
+        os.write(file, b"half")
+        os.close(file)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", interrupted)
+    monkeypatch.setattr(writing, "open", interrupted, raising=False)
     assert kvtiers(*arguments(given, **{option: "result"})).status == 130
     assert (given / "result").read_text() == "before"
     assert files(given) == ["budget.yaml", "result", "trace.jsonl"]

@@ -6,11 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import typer
@@ -143,18 +144,26 @@ class CannotWrite(KVTiersError):
     """A result found no place; names the file."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside `path`, which then takes its name; an error or an interrupt leaves what
-    was there. Raises CannotWrite."""
+def write_whole(path: Path, text: str, like: Path | None = None) -> None:
+    """Write a file beside `path`, which then takes its name, with the owner and mode of what was
+    there, else of `like`; an error or an interrupt leaves what was there. Raises CannotWrite."""
     try:
         if path.exists() and not path.is_file():
             # A device or a pipe: a file in its place would end it for all.
             path.write_text(text, encoding="utf-8")
             return
         place = path.resolve()  # the target of a link is written, and the link stays
-        other = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+        model = next((one.stat() for one in (place, like) if one and one.is_file()), None)
+        other = place.with_name(f".{place.stem}.{token_hex(8)}{place.suffix}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # which follows no link
+        handle = os.open(other, flags, 0o600 if model else 0o666)
         try:
-            other.write_text(text, encoding="utf-8")
+            with open(handle, "w", encoding="utf-8") as file:
+                if model is not None:
+                    with suppress(PermissionError):  # who is not root gives no file away
+                        os.fchown(handle, model.st_uid, model.st_gid)
+                    os.fchmod(handle, model.st_mode & 0o777)
+                file.write(text)
             os.replace(other, place)
         finally:
             other.unlink(missing_ok=True)

@@ -336,10 +336,10 @@ def _print(
         if advice.verdict == "change" and best.chain.tiers:
             text = edited(file.read_text(encoding="utf-8-sig"), present, best.chain, found.budget)
             changes = diff(present, parse_chain(text))
-            content |= {"diff": changes.as_json(), "yaml": text}
+            content["diff"] = changes.as_json()  # the text has the salts of the chain's tenants
             typer.echo("\n".join(f"  {line}" for line in changes.lines()))
             if output is not None:
-                write_whole(output, text)
+                write_whole(output, text, like=file)
                 typer.echo(f"The chain is in {output}: kvtiers apply {output} --dry-run")
     finally:  # what was found in minutes is told, too, where the file can't be edited
         write_result(json_file, content)
