@@ -395,6 +395,34 @@ def test_nothing_of_an_encrypted_tier_is_kept(
     assert not (folder / "events").exists() and not (tmp_path / "events").exists()
 
 
+@pytest.mark.parametrize("kv_events", [True, False])
+def test_what_was_announced_before_a_tier_was_encrypted_is_removed(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, kv_events: bool
+) -> None:
+    """It has the prompts' tokens in the clear. What an engine that lives keeps there stays, as does
+    another tier's."""
+    folder, own = tmp_path / "tier", {"events": {"folder": str(tmp_path / "events")}}
+    other = disk(tmp_path / "other", name="disk.2")
+    for tiers, more in (((disk(folder),), {}), ((disk(folder), other), own)):
+        before = engine(chain_of(*tiers, **more), kv_events=True)
+        before.generate(range(40), 1)
+        before.settle()
+        before.close()
+    living = engine(chain_of(disk(folder)), kv_events=True)
+    living.generate(range(60, 100), 1)
+    living.settle()
+    wait_for(lambda: len(list(folder.glob("events/*/*/*.runs"))) == 1)  # it has taken over
+    (kept,) = folder.glob("events/*/*/*.runs")
+    hidden = disk(folder, **encryption(tmp_path))
+    engine(chain_of(hidden, **own), kv_events=kv_events)
+    wait_for(lambda: not list(tmp_path.glob("events/disk.????????????????????????????????")))
+    assert list(folder.glob("events/*/*/*.runs")) == [kept]
+    assert list(tmp_path.glob("events/disk.2.*/*/*.runs"))
+    living.close()
+    engine(chain_of(hidden), kv_events=kv_events)
+    wait_for(lambda: not kept.exists())
+
+
 def test_a_servers_blocks_are_told_again_from_a_folder_of_their_own(
     engine: Callable[..., ReplayEngine], shared_server: RedisServer, tmp_path: Path
 ) -> None:

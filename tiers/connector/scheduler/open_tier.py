@@ -28,6 +28,7 @@ from tiers.errors import TierUnusable
 from tiers.host.slots import ALIGNMENT, SlotPool, slot_stride, slots_within
 from tiers.store import Clear, Described, Measured, TierStore, capability
 from tiers.wrappers.guarded_residency import open_residency
+from tiers.wrappers.journals import forget, journals
 from tiers.wrappers.opening import log_name, open_guarded
 
 logger = logging.getLogger(__name__)
@@ -211,14 +212,10 @@ class TierOpener:
         """Keep what is announced of a tier, in files where the operator has given it a folder for
         that. Of encrypted tiers nothing lies there: tokens would be in the clear beside what hides
         them. None: the engine takes no events."""
-        events = self._events
         if not self._engine.kv_events:
             return None
-        folder: Path | None = None
-        if tier.encryption is None and events.folder is not None:
-            folder = events.folder / f"{tier.tier_name}.{namespace.hex()}"
-        elif tier.encryption is None and tier.notes_folder is not None:
-            folder = tier.notes_folder / namespace.hex()
+        places = [] if tier.encryption else journals(tier, self._events.folder)
+        folder = Path(f"{places[0]}{namespace.hex()}") if places else None
         elsewhere = partial(self._others_hold, manager)
         return Inventory(tier.tier_name, folder, manager.announceable, elsewhere)
 
@@ -262,7 +259,14 @@ def log_host(chain: ChainSpec, tier: HostSpec, slots: int) -> None:
 
 
 def log_store(chain: ChainSpec, tier: StoreSpec, store: TierStore) -> None:
-    """A store has opened. Called on the thread that opened it, since the store is asked."""
+    """A store has opened. Called on the thread that opened it, since the store is asked, and what
+    was announced before its tier was encrypted is removed."""
+    if tier.encryption is not None:
+        try:
+            forget(tier, chain.events.folder)
+        except OSError as error:
+            line = "tier %r: what was announced before it was encrypted lies there in the clear: %s"
+            logger.warning(line, log_name(tier), error)
     try:
         _log_open(chain, tier, _facts(store))
     except Exception as error:  # noqa: BLE001 - a plugin's: a failure ends nothing

@@ -20,13 +20,13 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiers.concurrency.file_locks import opened, release, try_lock
+from tiers.concurrency.file_locks import opened, release
 from tiers.contract.protocols import Origin
+from tiers.wrappers.journals import DRAFT, SUFFIX, dead, forget_dead, lock, segments
 
 SEGMENT_BYTES = 1 << 20
 """Bytes after which a file is closed and another begun: 10,000 blocks, checked in one go."""
@@ -35,8 +35,6 @@ MAX_BYTES = 1 << 30
 FORGOTTEN_SECONDS = 30 * 86_400.0
 """After so long journals of other namespaces, as of weights of before, are removed."""
 _NAMESPACE = re.compile(r"(.+\.)?[0-9a-f]{32}")
-_SUFFIX = ".runs"
-_DRAFT = ".draft"
 
 
 class Journal:
@@ -63,7 +61,7 @@ class Journal:
         if self._open is None or self._open_bytes + len(packed) > SEGMENT_BYTES:
             self.rotate()
             self._number += 1
-            self._open = _create(self._mine / f"{self._number:08}{_SUFFIX}")
+            self._open = _create(self._mine / f"{self._number:08}{SUFFIX}")
         _write(self._open, packed)
         self._open_bytes += len(packed)
         self._bytes += len(packed)
@@ -77,13 +75,12 @@ class Journal:
 
     def closed(self) -> list[Path]:
         """The files that are not written any more, oldest first."""
-        files = _segments(self._mine)
+        files = segments(self._mine)
         return files[:-1] if self._open is not None else files
 
     def dead(self) -> Iterator[Path]:
-        """The files that dead engines left, oldest first for each; remove each when it is taken
-        over. Files of engines that live are left alone."""
-        return _dead(self._all, self._mine)
+        """The files that dead engines left, to take over."""
+        return dead(self._all, self._mine)
 
     def forget_others(self) -> None:
         """Remove what dead engines of other namespaces left long ago. What is no journal stays: the
@@ -93,10 +90,7 @@ class Journal:
             if other == self._all or not _NAMESPACE.fullmatch(other.name):
                 continue
             if all(path.stat().st_mtime < since for path in (other, *other.rglob("*"))):
-                for file in _dead(other):
-                    file.unlink()
-                with suppress(OSError):  # an engine lives that has stored nothing since
-                    other.rmdir()
+                forget_dead(other)
 
     def rewrite(self, file: Path, runs: list[Run]) -> None:
         """Keep these runs of a closed file alone."""
@@ -105,7 +99,7 @@ class Journal:
             file.unlink()
             self._bytes -= before
             return
-        draft = file.with_suffix(_DRAFT)
+        draft = file.with_suffix(DRAFT)
         with os.fdopen(_create(draft), "wb") as made:
             made.writelines(map(pack, runs))
         draft.rename(file)
@@ -133,31 +127,6 @@ def read(file: Path) -> list[Run]:
         return list(unpack(runs.read(SEGMENT_BYTES + MAX_RUN_BYTES)))
 
 
-def _dead(namespace: Path, mine: Path | None = None) -> Iterator[Path]:
-    for folder in sorted(namespace.iterdir()):
-        if folder == mine or not folder.is_dir():
-            continue
-        if (lock := _lock(folder)) is None:
-            # Empty where an engine was killed before it had a lock, or here, behind the last
-            # file. One that is just starting makes another.
-            with suppress(OSError):
-                folder.rmdir()
-            continue
-        try:
-            yield from _segments(folder)
-            for draft in folder.glob(f"*{_DRAFT}"):
-                draft.unlink()
-            if not _segments(folder):
-                (folder / "lock").unlink()
-                folder.rmdir()
-        finally:
-            release(lock)
-
-
-def _segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{_SUFFIX}"))
-
-
 def _create(file: Path) -> int:
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
 
@@ -173,27 +142,8 @@ def _new(folder: Path) -> tuple[Path, int]:
         mine = folder / secrets.token_hex(8)
         mine.mkdir(mode=0o700)
         # Who looks for what the dead left at this moment may be first, and then removes it.
-        if (lock := _lock(mine, os.O_CREAT)) is not None:
-            return mine, lock
-
-
-def _lock(folder: Path, flags: int = 0) -> int | None:
-    """Lock an engine's folder; None: its engine lives, or it is, or was, being taken over. `flags`:
-    to open the lock with; without O_CREAT a folder that has none yet is left to its engine."""
-    path = folder / "lock"
-    try:
-        file = os.open(path, flags | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-    except FileNotFoundError:
-        return None
-    is_locked = False
-    try:
-        # The one that had it may have removed it, folder and all, before it let go.
-        with suppress(FileNotFoundError):
-            is_locked = try_lock(file) and os.path.samestat(path.stat(), os.fstat(file))
-    finally:
-        if not is_locked:
-            os.close(file)
-    return file if is_locked else None
+        if (held := lock(mine, os.O_CREAT)) is not None:
+            return mine, held
 
 
 _FRAME = struct.Struct("<II")
