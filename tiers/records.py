@@ -40,9 +40,10 @@ class StoredRecord(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What reading a record showed. `gone`: it was evicted or dropped since it was listed."""
+    """What reading a record showed. `gone`: it was evicted or dropped since it was listed. `plain`:
+    it is not encrypted, and what is should be."""
 
-    state: Literal["whole", "gone", "damaged"]
+    state: Literal["whole", "gone", "damaged", "plain"]
     why: str = ""
 
 

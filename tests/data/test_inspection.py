@@ -17,6 +17,8 @@ from tests.disk import audit as disk
 from tests.support.redis_verbs import opened as opened_redis
 from tests.support.redis_verbs import put as put_into_redis
 from tests.support.servers import RedisServer
+from tiers.connector.scheduler.inventory.journal import Journal, Run
+from tiers.contract.protocols import Origin
 from tiers.data import garbage
 from tiers.disk.index import edit
 from tiers.disk.records import DiskRecords
@@ -117,6 +119,57 @@ def test_what_nobody_used_for_long_goes_if_the_operator_says_so(
     records = DiskRecords(folder)
     assert {space[:4] for space in records.notes()} == {b"open", b"used"}
     records.close()
+
+
+def test_what_is_from_before_its_tier_was_encrypted_is_told_and_goes(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """It has a note, which no engine of an encrypted tier leaves."""
+    folder, chain = tmp_path / "kv", chain_of(tmp_path / "kv")
+    plain, unknown = (f"{name:-<16}block".encode() for name in ("plain", "unknown"))
+    (tmp_path / "keys").write_text("ab" * 32)
+    chain.write_text(
+        chain.read_text().replace("}]", f", encryption: {{key_file: {tmp_path / 'keys'}}}}}]")
+    )
+    with disk.opened(folder) as store:
+        disk.put(store, [plain, unknown], PAYLOAD)
+        note_of(folder, plain, NOTE)
+        _, while_open = beside("gc", chain, "--delete")
+        assert while_open["disk"]["dropped"] == 0, "an engine without encryption may be running"
+    found = groups(kvtiers("inspect", chain, "--json"))
+    told = {bytes.fromhex(name)[:5]: (one["standing"], one["why"]) for name, one in found.items()}
+    assert told[b"plain"][0] == "unusable" and "in the clear" in str(told[b"plain"][1])
+    assert told[b"unkno"][0] == "can't tell"
+    assert "1 blocks dropped" in kvtiers("gc", chain, "--delete").out
+    with disk.opened(folder) as store:
+        assert store.has([plain, unknown]) == [False, True]
+    records = DiskRecords(folder)
+    assert not records.notes()
+    records.close()
+
+
+def test_what_was_announced_of_a_namespace_goes_with_it(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """Else the prompts' tokens would outlive their blocks. What a living engine keeps stays."""
+    folder, chain = tmp_path / "kv", chain_of(tmp_path / "kv")
+    chain.write_text(f"{chain.read_text()}events: {{folder: {tmp_path / 'events'}}}\n")
+    named, empty, other = (f"{name:-<16}block".encode() for name in ("named", "empty", "other"))
+    with disk.opened(folder) as store:
+        disk.put(store, [named, other], PAYLOAD)
+    places = {key: tmp_path / "events" / f"disk.{key[:16].hex()}" for key in (named, empty, other)}
+    own = folder / "events" / named[:16].hex()
+    living, *dead = map(Journal, (places[named], *places.values(), own))
+    for one in dead:
+        one.append(Run([named], 8, 0, 1, None, Origin([7])))
+        one.close()
+    wanted = ["--namespace", named[:8].hex(), "--namespace", empty[:16].hex()]
+    assert kvtiers("gc", chain, *wanted).status == 0
+    assert len(list(tmp_path.rglob("*.runs"))) == 4, "it was only shown"
+    assert "1 blocks dropped" in kvtiers("gc", chain, *wanted, "--delete").out
+    assert [file.parents[1] for file in tmp_path.rglob("*.runs")] == [places[other]]
+    assert len(list(places[named].iterdir())) == 1 and not places[empty].exists()
+    living.close()
 
 
 def test_a_folder_that_cannot_be_looked_at_is_not_said_to_be_empty(tmp_path: Path) -> None:

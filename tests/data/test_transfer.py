@@ -255,7 +255,16 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
     store = open_guarded(opened("kv"), StoreContext(PAYLOAD))
     assert store.put(Memory([key], PAYLOAD).fill().blocks) == [True]
     store.close()
-    assert kvtiers("export", chain, archive).status == 0
+    with disk.opened(tmp_path / "kv") as before:
+        disk.put(before, [plain := make_key()], PAYLOAD)
+    records = DiskRecords(tmp_path / "kv")
+    note = NamespaceNote("a model", "0.32.0", "5f2c", 16, PAYLOAD, 0, 1, False, True, 0.0)
+    records.note(plain[:16], note.encode())
+    records.close()
+    ran = kvtiers("export", chain, archive)
+    assert ran.status == 0 and ": 1 blocks" in ran.out and "1 not encrypted and left" in ran.out
+    assert plain[:16] not in (written := archive.read_bytes())
+    assert b"a model" not in written
     begun = tmp_path / "begun.kvt.part"
     begun.write_bytes(archive.read_bytes()[:-5])
     ran = kvtiers("export", encrypted("kv", "2"), tmp_path / "begun.kvt")

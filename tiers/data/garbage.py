@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tiers.data.inspection import Group, Inspection
 from tiers.data.verification import Progress
 from tiers.records import StoredRecords
+from tiers.wrappers.journals import forget as forget
 
 STEP = 256
 PAUSE = 0.005

@@ -42,7 +42,7 @@ class Inspection:
 
 def inspect_tier(records: StoredRecords, is_encrypted: bool) -> Inspection:
     """List a tier's records by namespace and size, the largest group first. `is_encrypted`: its
-    tier has encryption, so that no namespace has a note. Raises what the tier raises."""
+    tier has encryption, so that what has a note is older. Raises what the tier raises."""
     found: dict[tuple[bytes, int], Group] = {}
     for piece in records.listed():
         for record in piece:
@@ -50,7 +50,8 @@ def inspect_tier(records: StoredRecords, is_encrypted: bool) -> Inspection:
                 found[key] = Group(*key)
             found[key].add(record)
     # After the list: an engine notes its namespace before it stores, and has gone after that.
-    others, notes = records.others(), noted(records)
+    others, texts = records.others(), records.notes()
+    notes = {space: note for space, text in texts.items() if (note := read_note(text))}
     for group in found.values():
         # Its note, if just one namespace with a note begins so.
         fitting = [note for space, note in notes.items() if space.startswith(group.namespace)]
@@ -59,26 +60,20 @@ def inspect_tier(records: StoredRecords, is_encrypted: bool) -> Inspection:
     return Inspection(sorted(found.values(), key=lambda group: -group.bytes), others)
 
 
-def noted(records: StoredRecords) -> dict[bytes, NamespaceNote]:
-    """The notes of namespaces that this version can read."""
-    read = {space: read_note(text) for space, text in records.notes().items()}
-    return {space: note for space, note in read.items() if note is not None}
-
-
 def judge(group: Group, others: bool | None, is_encrypted: bool) -> tuple[Standing, str]:
     """Whether an engine can use these records, and why it is known or can't be."""
     note = group.note
     if not group.payload_bytes:
         return "can't tell", "no records of this kvtiers, perhaps of another version"
-    if is_encrypted:
-        return "can't tell", "encrypted: no namespace has a note"
     if note is None:
-        return "can't tell", "no note: lost, or an older kvtiers or another program stored these"
-    if note.lasts:
-        return "usable", "by engines of this model and these settings"
+        return "can't tell", "no note: encrypted, lost, or of an older kvtiers or another program"
     ends = "these blocks end with the engine that stored them"
+    if is_encrypted:
+        ends = "these blocks are in the clear, from before the tier was encrypted"
+    elif note.lasts:
+        return "usable", "by engines of this model and these settings"
     if others is None:
-        return "can't tell", f"{ends}, and it can't be seen whether that is running"
+        return "can't tell", f"{ends}, and it can't be seen whether engines have the tier open"
     if others:
         return "can't tell", f"{ends}, and engines have the tier open"
     return "unusable", f"{ends}, and no engine has the tier open"

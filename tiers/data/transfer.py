@@ -20,17 +20,22 @@ from tiers.records import Finding, StoredRecord, StoredRecords, in_batches, read
 from tiers.store import Counts, GatheredBlock, TierStore, batch_blocks, capability, each
 from tiers.wrappers.opening import open_stored
 
+HIDDEN_BYTES = 32
+"""Of an encrypted block's key (`HiddenNames`): one with an engine's hash has more, or fewer."""
+
 
 @dataclass
 class Transfer:
-    """What a transfer moved. `held`: there already. `gone`: evicted meanwhile. `damaged`: left out.
-    `refused`: for want of room. `evicted`: to make room, of what was moved or there already."""
+    """What a transfer moved. `held`: there already. `gone`: evicted meanwhile. `damaged`, `plain`:
+    left out, the latter of an encrypted tier. `refused`: for want of room. `evicted`: to make room,
+    of what was moved or there already."""
 
     moved: int = 0
     bytes: int = 0
     held: int = 0
     gone: int = 0
     damaged: int = 0
+    plain: int = 0
     refused: int = 0
     evicted: int = 0
 
@@ -59,7 +64,7 @@ def export_tier(
     notes = {
         space.hex(): text.decode() for space, text in records.notes().items() if read_note(text)
     }
-    head = ArchiveHead(keys=tuple(keys), notes=notes)
+    head = ArchiveHead(keys=tuple(keys), notes={} if keys else notes)
     with closing(ArchiveWriter(path, head)) as archive:
         # A tier may list a record twice.
         every = {r.digest: r for piece in records.listed() for r in piece if r.payload_bytes}
@@ -68,10 +73,11 @@ def export_tier(
         plan.sort(key=lambda record: record.order)
         for batch in in_batches(plan, most):
             limit.take(sum(record.size for record in batch))
-            states = [finding.state for finding in _read(records, batch, archive)]
+            states = [finding.state for finding in _read(records, batch, archive, bool(keys))]
             report.moved += states.count("whole")
             report.gone += states.count("gone")
             report.damaged += states.count("damaged")
+            report.plain += states.count("plain")
             whole = zip(batch, states, strict=True)
             report.bytes += sum(record.size for record, state in whole if state == "whole")
             progress(report.moved, report.bytes)
@@ -80,18 +86,21 @@ def export_tier(
 
 
 def _read(
-    records: StoredRecords, batch: Sequence[StoredRecord], archive: ArchiveWriter
+    records: StoredRecords, batch: Sequence[StoredRecord], archive: ArchiveWriter, hidden: bool
 ) -> list[Finding]:
     """Add a batch to an archive, in its order, though the tier reads and packs it in threads."""
     packed: dict[bytes, PackedRecord] = {}
 
     def use(header: Header, stored: memoryview) -> None:
-        packed[digest(header.key)] = pack(header, stored)
+        if not hidden or len(header.key) == HIDDEN_BYTES:
+            packed[digest(header.key)] = pack(header, stored)
 
     findings = records.read(batch, use)
-    for record in batch:
+    for place, record in enumerate(batch):
         if record.digest in packed:
             archive.add(packed[record.digest])
+        elif findings[place].state == "whole":
+            findings[place] = Finding("plain")
     return findings
 
 
