@@ -24,6 +24,9 @@ _FIND = ctypes.CFUNCTYPE(
 
 _DEVICE = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
 _ADDRESS = ctypes.CFUNCTYPE(ctypes.c_uint, _POINTER, ctypes.c_int, ctypes.c_int)
+_ATTRIBUTE = ctypes.CFUNCTYPE(
+    ctypes.c_uint, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int
+)
 
 
 def at_once(stream: int, operation: Operation) -> None:
@@ -47,8 +50,12 @@ class Driver:
         """Changes a batch's targets."""
         self.bus = ["0000:1B:00.0", "0000:3B:00.0"]
         """Where its devices are."""
+        self.same_addresses = [1, 1]
+        """Whether each of them reaches memory that was pinned where it lay by the host's addresses;
+        a negative number: it fails to say."""
         self.cuDeviceGet: Any = _DEVICE(self._device)
         self.cuDeviceGetPCIBusId: Any = _ADDRESS(self._address)
+        self.cuDeviceGetAttribute: Any = _ATTRIBUTE(self._attribute)
         self._put = put
         self._batch = FUNCTION(self._copy)
         self.cuGetProcAddress_v2: Any = _FIND(self._find)
@@ -60,6 +67,11 @@ class Driver:
     def _address(self, text: int, room: int, device: int) -> int:
         ctypes.memmove(text, (self.bus[device - 100] + "\0").encode(), min(room, 13))
         return 0
+
+    def _attribute(self, found: Any, attribute: int, device: int) -> int:
+        assert attribute == 91, "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM of cuda.h"
+        found[0] = self.same_addresses[device - 100]
+        return 1 if found[0] < 0 else 0
 
     def _find(self, name: bytes, address: Any, cuda: int, flags: int, status: Any) -> int:
         found = name == BATCHED.encode() and cuda == 12080 and not self.newest_only

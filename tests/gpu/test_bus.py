@@ -107,6 +107,20 @@ def test_one_that_copies_right_is_used(caplog: pytest.LogCaptureFixture) -> None
     assert opened(driver := Driver(), caplog) and driver.batches == 2 and not caplog.text
 
 
+@pytest.mark.parametrize("same", [0, -1])
+def test_one_whose_device_has_other_addresses_for_slots_is_not_tried(
+    same: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on WSL2: such a copy fails for good, and the engine with it. Memory that the driver itself
+    has made, as that of a trial, has the same addresses there."""
+    caplog.set_level(logging.INFO)
+    driver = Driver()
+    driver.same_addresses = [1, same]
+    bus = open_bus(torch.device("cuda", 1), STREAM, lambda name: driver)
+    assert bus.batch is None and driver.batches == 0 and not bus.warning, "it is no fault"
+    assert "would not find memory that was pinned where it lay" in caplog.text
+
+
 def reversed_targets(targets: list[int]) -> None:
     targets.reverse()
 

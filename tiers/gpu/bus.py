@@ -29,6 +29,9 @@ _AS_OF = 12080
 """The CUDA whose function is asked for. That of 13 takes other arguments; its drivers have both."""
 _IN_STREAM_ORDER = 1
 """A source is read when the stream has come to the copy (CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)."""
+_SAME_ADDRESSES = 91
+"""Whether memory that was pinned where it lay has the host's addresses on a device, too, as slots
+must: WSL2 gives it others (CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)."""
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_size_t
 _GIVEN = [_POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER]
@@ -103,7 +106,9 @@ def open_bus(
     """With the driver's batched copy, if there is one and it copies here what was sent. `stream`:
     one that is not the default, which the driver refuses. `load`: finds the driver."""
     try:
-        batch = Batch(load(DRIVER))
+        driver = load(DRIVER)
+        batch = Batch(driver)
+        _require_same_addresses(driver, device)
     except (OSError, AttributeError) as error:
         logger.info("%s: %s", _ONE_BY_ONE, error)
         return Bus(None)
@@ -115,6 +120,16 @@ def open_bus(
     if why:
         bus.do_without(why)
     return bus
+
+
+def _require_same_addresses(driver: Any, device: torch.device) -> None:
+    """Raise AttributeError unless batches find slots. They are not tried with some: a device that
+    is given other addresses than its own fails for good."""
+    number, same = ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuDeviceGet(ctypes.byref(number), device.index or 0)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(same), _SAME_ADDRESSES, number)
+    if failed or not same.value:
+        raise AttributeError(f"{BATCHED} would not find memory that was pinned where it lay")
 
 
 def _fault(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> str:
