@@ -97,6 +97,28 @@ def test_replicas_on_the_same_host_count(limited: Path) -> None:
     assert sizes == [(8 * MIB // 4096, False), (0, True)]
 
 
+@pytest.mark.parametrize(("capacity", "fits"), [(10, True), (12, False)])
+def test_a_rank_that_is_bound_to_a_node_takes_what_that_has(
+    limited: Path, capacity: int, fits: bool
+) -> None:
+    """Of which each rank has one. The kernel would end it for more, though the host has that."""
+    for name, text in {
+        "sys/devices/system/node/node0/cpulist": "0",
+        "sys/devices/system/node/node1/cpulist": "1",
+        "sys/devices/system/node/node0/meminfo": f"Node 0 MemFree: {6 << 10} kB",
+        "proc/self/status": "Mems_allowed_list:\t0-1\n",
+        "proc/self/numa_maps": "55ce95a3c000 bind:0 file=python\n",
+    }.items():
+        (limited / name).parent.mkdir(parents=True, exist_ok=True)
+        (limited / name).write_text(text)
+    info = EngineInfo({}, 4, 4, num_blocks=8, world_size=2, ranks_here=2)
+    slots = HostSlots(info, PoolSize(capacity * MIB, 0, 0, 2), open_copier, limited)
+    slots.open(MODEL.allocate(8))
+    assert len(slots.memory.rows) == (capacity * MIB // 2 // 4096 if fits else 0)
+    assert fits or "12MiB can be had" in slots.handshake().shortage
+    slots.close()
+
+
 def open_copier(kv_caches: Any, num_blocks: int) -> CpuCopier:
     return CpuCopier(kv_caches, num_blocks)
 

@@ -126,7 +126,7 @@ def test_a_rank_that_refuses_keeps_all_as_they_were(
     scheduler, workers = halves(made, "cpu")
     ask(made, PROMPTS[:4], 2)
     spare = iter([1 << 40, 0])
-    monkeypatch.setattr(host_slots, "spare_memory", lambda root: next(spare))
+    monkeypatch.setattr(host_slots, "spare_memory", lambda root, ranks: next(spare))
     (reason,) = resize(made, spec, 1 << 30)
     assert "capacity 1GiB" in reason and "0B can be had" in reason
     wait_for(lambda: [len(worker._host.memory.rows) for worker in workers] == [64, 64])

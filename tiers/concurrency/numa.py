@@ -1,8 +1,9 @@
-"""Which processors are near: those of a NUMA node, as the kernel tells of them."""
+"""NUMA nodes, as the kernel tells of them: whose processors are near, whose memory may be used."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 ROOT = Path("/")
 _NODES = "sys/devices/system/node"
 _DEVICES = "sys/bus/pci/devices"
+_ALLOWED = re.compile(rb"^Mems_allowed_list:\s+(\S+)$", re.M)
+_BOUND = re.compile(rb"\S+ bind\S*:(\S+)\s")
 NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 """How the class of a display controller begins."""
@@ -20,6 +23,25 @@ def nodes(root: Path = ROOT) -> dict[int, set[int]]:
     holds /sys. Raises OSError and ValueError."""
     files = (root / _NODES).glob("node[0-9]*/cpulist")
     return {int(file.parent.name.removeprefix("node")): _listed(file.read_text()) for file in files}
+
+
+def memory_nodes(root: Path = ROOT) -> tuple[frozenset[int], bool]:
+    """The nodes that alone may give this process memory, none if all may; and whether it is bound
+    to them by itself (numactl, vLLM's workers for the CPU), not with its control group. Where there
+    is one node nothing else is read."""
+    try:
+        known = frozenset(nodes(root))
+        if len(known) < 2:
+            return frozenset(), False
+        allowed = _ALLOWED.search((root / "proc/self/status").read_bytes())
+        with (root / "proc/self/numa_maps").open("rb", buffering=0) as maps:
+            # The kernel walks the pages of each mapping that it tells of: of few, for so little.
+            bound = _BOUND.match(maps.read(256))
+        found = bound or allowed
+        some = known & _listed(found[1].decode()) if found else known
+    except (OSError, ValueError):
+        return frozenset(), False
+    return (some, bool(bound)) if some < known else (frozenset(), False)
 
 
 def near(address: str, root: Path = ROOT) -> frozenset[int]:

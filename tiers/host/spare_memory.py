@@ -1,4 +1,4 @@
-"""How much more memory this process can use: by the machine, and by its control groups."""
+"""How much more memory this process can use: by the machine, its nodes and control groups."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from tiers.concurrency.numa import memory_nodes
+
 _AVAILABLE = re.compile(r"^MemAvailable:\s+([0-9]+) kB$", re.M)
 _TOTAL = re.compile(r"^MemTotal:\s+([0-9]+) kB$", re.M)
 _RECLAIMABLE = re.compile(r"^(?:(?:total_)?(?:in)?active_file|slab_reclaimable) ([0-9]+)$", re.M)
-_V2 = ("memory.max", "memory.current")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_OF_NODE = re.compile(
+    r"^Node [0-9]+ (?:MemFree|(?:Ina|A)ctive\(file\)|SReclaimable): +([0-9]+) kB$", re.M
+)
+_V2: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
+"""Beyond the last the kernel slows a group down instead of ending one of its processes."""
+_V1: tuple[str, ...] = ("memory.usage_in_bytes", "memory.limit_in_bytes")
 
 KEPT_FREE = 16
 """A sixteenth of the spare memory is left free for others."""
@@ -22,12 +28,18 @@ def for_slots(spare: int) -> int:
     return spare - spare // KEPT_FREE
 
 
-def spare_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process can still use: free or reclaimable memory, bounded by
-    what each of its control groups has left. `root`: the folder that holds /proc and /sys."""
+def spare_memory(root: Path = Path("/"), ranks: int = 1) -> int:
+    """Return the bytes that this process can still use: free or reclaimable memory, bounded by what
+    each of its control groups has left, and the nodes that it is bound to. `root`: the folder that
+    holds /proc and /sys. `ranks`: who shares it; each is bound to other nodes, if this one is."""
     found = _AVAILABLE.search((root / "proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
-    return max(0, min([available, *left_of_limits(root)]))
+    left = [available, *left_of_limits(root)]
+    nodes, is_own = memory_nodes(root)
+    files = (root / f"sys/devices/system/node/node{node}/meminfo" for node in nodes)
+    if sizes := _OF_NODE.findall("\n".join(map(_read, files))):
+        left.append(sum(map(int, sizes)) * 1024 * (ranks if is_own else 1))
+    return max(0, min(left))
 
 
 def reservable_memory(root: Path = Path("/")) -> int:
@@ -55,9 +67,9 @@ def left_of_limits(root: Path = Path("/")) -> Iterator[int]:
         place = top / group.lstrip("/")
         # A container may see its own group as the root, under a name it can't look up.
         for folder in {top, place, *(p for p in place.parents if p.is_relative_to(top))}:
-            limit, usage = (_read(folder / name) for name in names)
-            if limit.isdecimal():
-                used = int(usage) if usage.isdecimal() else 0
+            usage, *limits = (_read(folder / name) for name in names)
+            used = int(usage) if usage.isdecimal() else 0
+            for limit in filter(str.isdecimal, limits):
                 yield int(limit) - max(0, used - _reclaimable(folder))
 
 

@@ -114,10 +114,11 @@ class HostSlots:
     def _check_room(self, slots: int, pin: bool, there: int = 0) -> None:
         """Raise TierUnusable unless memory is left for these slots, of which `there` bytes are
         taken already."""
-        need, ranks = slots * slot_stride(self.payload_bytes) - there, self._ranks_here
-        spare = spare_memory(self._root)
+        need = slots * slot_stride(self.payload_bytes) - there
         # Other ranks may have pinned theirs already; memory that is not pinned is taken later.
-        if need * (1 if pin else ranks) > for_slots(spare):
+        ranks = 1 if pin else self._ranks_here
+        spare = spare_memory(self._root, ranks)
+        if need * ranks > for_slots(spare):
             raise TierUnusable(f"{format_size(spare)} can be had, a sixteenth of which stays free")
 
     def _check_step(self, size: int) -> None:
@@ -133,7 +134,7 @@ class HostSlots:
         need = format_size(slots * slot_stride(self.payload_bytes) * ranks)
         return (
             f"with what is beside it it would take {need} on this host, of {ranks} rank(s), more "
-            f"than its memory or its control group's limit allows ({why}); lower it"
+            f"than its memory, NUMA nodes or control group's limit allow ({why}); lower it"
         )
 
     # -- another size ------------------------------------------------------------------------
