@@ -13,8 +13,8 @@ KVTiersError             (in spec/errors.py)
 ├── TraceError           a file that is no trace; has the file and line
 └── RecordingError       requests can't be recorded for now
 
-Others stand beside the code that raises them: UnknownPlugin and BrokenPlugin in
-spec/plugins.py, UnsupportedEngine in engine/versions.py, StreamError and ServerError in remote/.
+Others stand beside the code that raises them: UnknownPlugin and BrokenPlugin in spec/plugins.py,
+UnsupportedEngine in engine/versions.py, StreamError and ServerError in remote/, NotPinned in host/.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spec.load import load_chain
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
@@ -21,7 +22,7 @@ from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier
 from tiers.host import slot_memory
-from tiers.host.slot_memory import SlotMemory
+from tiers.host.slot_memory import SlotMemory, register
 from tiers.host.slots import slot_stride
 from tiers.lab.replay import ReplayEngine
 
@@ -133,12 +134,11 @@ def test_staging_that_no_memory_is_left_for_is_made_smaller_and_said(
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What was registered with a device that isn't there; steps are of 1 MiB."""
+    """What was registered with a device that isn't there; steps are of 1 MiB, or a call's more."""
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(slot_memory, "register", lambda *given: ranges.append(given))
     monkeypatch.setattr(slot_memory, "unregister", lambda address: None)
     monkeypatch.setattr(slot_memory, "STEP", MIB)
-    monkeypatch.setattr(slot_memory, "PIECE", 300 << 10)
     monkeypatch.setattr(slot_memory, "SAY_SECONDS", 0.0)
     return ranges
 
@@ -183,14 +183,14 @@ def test_what_is_pinned_is_unpinned_when_the_rest_can_not_be(
 ) -> None:
     ranges: list[int] = []
 
-    def register(address: int, size: int) -> None:
+    def pin(address: int, size: int) -> None:
         if len(pinned) == 2:
             raise TierUnusable("no more")
         pinned.append((address, size))
         ranges.append(address)
 
     monkeypatch.setattr(slot_memory, "REGISTER_BYTES", PAGESIZE)
-    monkeypatch.setattr(slot_memory, "register", register)
+    monkeypatch.setattr(slot_memory, "register", pin)
     monkeypatch.setattr(slot_memory, "unregister", ranges.remove)
     with pytest.raises(TierUnusable, match="no more"):
         SlotMemory(4, PAGESIZE, pin=True)
@@ -204,20 +204,19 @@ def test_pinning_goes_in_steps_and_says_how_far_it_is(
 ) -> None:
     """A driver takes a tenth of a second for each GiB, also of memory that is there."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 2 * MIB)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", MIB)
     steps: list[int] = []
     memory = SlotMemory(5, MIB // 2, pin=True, check=steps.append)
     assert steps == [MIB, MIB, MIB // 2]
-    assert [size for _, size in pinned] == [2 * MIB, MIB // 2]
+    assert [size for _, size in pinned] == [MIB, MIB, MIB // 2]
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "pinning 2.5MiB of host memory"
-    assert said[1:4] == [
-        f"pinning host memory: {done} of 2.5MiB are provided" for done in ("1MiB", "2MiB", "2.5MiB")
+    assert said[1:7] == [
+        f"pinning host memory: {done} of 2.5MiB are {what}"
+        for done in ("1MiB", "2MiB", "2.5MiB")
+        for what in ("provided", "pinned")
     ]
-    assert said[4:6] == [
-        f"pinning host memory: {done} of 2.5MiB are pinned" for done in ("2MiB", "2.5MiB")
-    ]
-    assert "done after" in said[6]
+    assert "done after" in said[7]
     memory.close()
 
 
@@ -305,7 +304,7 @@ def test_growth_that_fails_midway_leaves_what_was(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pinning_stops_when_the_memory_is_used_up_by_others(
-    pinned: list[tuple[int, int]],
+    pinned: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(size: int) -> None:
         if len(steps) == 2:
@@ -313,9 +312,44 @@ def test_pinning_stops_when_the_memory_is_used_up_by_others(
         steps.append(size)
 
     steps: list[int] = []
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", MIB)
     with pytest.raises(TierUnusable):
         SlotMemory(5, MIB // 2, pin=True, check=check)
-    assert not pinned
+    assert steps == [MIB, MIB] and not driver.ranges
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("code", "is_short"), [(801, False), (2, True)])
+def test_a_driver_that_pins_nothing_is_told_from_too_little_memory(
+    pinned: list[tuple[int, int]],
+    limited: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    is_short: bool,
+) -> None:
+    """As under confidential computing, at whatever size: and without minutes of providing it."""
+    steps: list[int] = []
+    monkeypatch.setattr(HostSlots, "_check_step", lambda slots, size: steps.append(size))
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", MIB)
+    monkeypatch.setattr(slot_memory, "register", register)
+    driver = SimpleNamespace(cudaHostRegister=lambda address, size, flags: code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "ones", lambda *given, device: None)
+    size = PoolSize(12 * MIB, 2 * MIB, 0, 1, (("cpu", 12 * MIB),))
+    slots = HostSlots(EngineInfo({}, 4, 4, num_blocks=8), size, OnDevice, limited)
+    slots.open(MODEL.allocate(8))
+    found = slots.handshake("cpu")
+    assert steps == [MIB, MIB, MIB] and found.slots == 0
+    assert "capacity 12MiB: " in found.shortage and f"CUDA error {code}" in found.shortage
+    assert ("lower it" in found.shortage) == is_short
+    slots.close()
+
+
+class OnDevice(CpuCopier):
+    """Its rows must be pinned."""
+
+    pin = True
 
 
 @pytest.mark.fault

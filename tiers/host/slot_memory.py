@@ -24,15 +24,14 @@ from tiers.host.slots import slot_stride
 logger = logging.getLogger(__name__)
 
 REGISTER_BYTES = 64 << 20
-"""Most bytes that are pinned by one call, but for a slot that is larger: what is unpinned and given
-back at once. Drivers refuse calls of 512 GiB, and on some hosts of 96."""
+"""Most bytes that are provided or pinned by one call, but for a slot that is larger: what is
+unpinned and given back at once. Drivers refuse calls of 512 GiB, and on some hosts of 96."""
 AHEAD = 256 << 20
 """Bytes to provide beyond those in use: a third of a second's work, and all that is wasted on a
 pool that is never filled."""
 _STEP = 4 << 20
 STEP = 1 << 30
-"""Bytes provided between two checks of the memory left."""
-PIECE = 64 << 20
+"""Bytes provided and pinned between two checks of the memory left."""
 PROVIDERS = 4
 SAY_SECONDS = 5.0
 MAP_NORESERVE = 0x4000
@@ -119,14 +118,24 @@ class SlotMemory:
         self.rows = self._all_rows[:num_slots]
 
     def _provide(self, start: int, end: int, check: Callable[[int], None]) -> None:
-        log = PinningLog(end - start)
-        provide(self._address + start, end - start, check, log, self._cpus)
-        for at in range(start, end, self._piece):
-            size = min(self._piece, end - at)
-            with self._on_device():
-                register(self._address + at, size)
-            self._pinned.append(self._address + at)
-            log.reached(at + size - start, "pinned")
+        """Have the system provide all pages of a range, on several threads, and pin them, in steps:
+        a device that pins nothing says so within the first. Pinning alone would provide them, too,
+        on one thread, for a minute without a log line."""
+        log, step = PinningLog(end - start), max(1, STEP // self._piece) * self._piece
+        with ThreadPoolExecutor(PROVIDERS, "kvtiers-provide", bind, (self._cpus,)) as pool:
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                check(last - first)
+                starts = range(first, last, self._piece)
+                places = [self._address + at for at in starts]
+                sizes = [min(self._piece, last - at) for at in starts]
+                list(pool.map(_populate, places, sizes))
+                log.reached(last - start, "provided")
+                for place, size in zip(places, sizes, strict=True):
+                    with self._on_device():
+                        register(place, size)
+                    self._pinned.append(place)
+                    log.reached(place + size - self._address - start, "pinned")
         log.ended()
 
     def shrink(self, num_slots: int) -> bool:
@@ -201,12 +210,17 @@ def unregister(address: int) -> None:
     _cuda_check(torch.cuda.cudart().cudaHostUnregister(address))
 
 
+class NotPinned(TierUnusable):
+    """A driver refuses to pin memory, and not for want of any: less of it would not help."""
+
+
 def _cuda_check(status: int) -> None:
     if int(status) != 0:
         # CUDA tells the error once more to who checks next: the engine, behind its next kernel.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
-        raise TierUnusable(f"pinning host memory failed with CUDA error {int(status)}")
+        kind = TierUnusable if int(status) == 2 else NotPinned  # cudaErrorMemoryAllocation
+        raise kind(f"pinning host memory failed with CUDA error {int(status)}")
 
 
 class PinningLog:
@@ -229,28 +243,6 @@ class PinningLog:
     def ended(self) -> None:
         if self._speaks:
             logger.info("pinning host memory: done after %.1f s", time.monotonic() - self._began)
-
-
-def provide(
-    address: int,
-    length: int,
-    check: Callable[[int], None],
-    log: PinningLog,
-    cpus: frozenset[int] = frozenset(),
-) -> None:
-    """Make the system provide all pages of a fresh range, on several threads, in steps. `cpus`: the
-    processors of those threads, any if there are none.
-
-    Registering memory with CUDA would do it on one thread, for a minute without a log line.
-    `check(size)` is called before each step and may raise.
-    """
-    with ThreadPoolExecutor(PROVIDERS, "kvtiers-provide", bind, (cpus,)) as pool:
-        for start in range(0, length, STEP):
-            size = min(STEP, length - start)
-            check(size)
-            pieces = range(start, start + size, PIECE)
-            list(pool.map(lambda at: _populate(address + at, min(PIECE, length - at)), pieces))
-            log.reached(start + size, "provided")
 
 
 def _populate(address: int, size: int) -> None:

@@ -23,7 +23,7 @@ from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import Prefault, SlotMemory
+from tiers.host.slot_memory import NotPinned, Prefault, SlotMemory
 from tiers.host.slots import slot_stride
 from tiers.host.spare_memory import for_slots, reservable_memory, spare_memory
 from tiers.records import NamespaceNote
@@ -98,7 +98,7 @@ class HostSlots:
         for size in (self._size, *self._size.smaller()):
             slots = size.slots(self.payload_bytes)
             for name, capacity in set(before.hosts) - set(size.hosts):
-                self._refused[name] = f"capacity {format_size(capacity)} is too much: {why}"
+                self._refused[name] = f"capacity {format_size(capacity)}: {why}"
             before = size
             try:
                 self._check_room(slots, pin)
@@ -107,7 +107,7 @@ class HostSlots:
                 more = self._check_step, reserve, self.copier.cpus, self.copier.device
                 return SlotMemory(slots, self.payload_bytes, pin, False, *more)
             except (TierUnusable, OSError) as error:
-                why = self._describe(slots, str(error))
+                why = self._describe(slots, error)
                 self._shortage = self._shortage or why
         return SlotMemory(0, self.payload_bytes, pin=False)
 
@@ -129,7 +129,9 @@ class HostSlots:
     def _ranks_here(self) -> int:
         return self.engine.ranks_here or self.engine.world_size
 
-    def _describe(self, slots: int, why: str) -> str:
+    def _describe(self, slots: int, why: Exception) -> str:
+        if isinstance(why, NotPinned):
+            return str(why)
         ranks = self._ranks_here
         need = format_size(slots * slot_stride(self.payload_bytes) * ranks)
         return (
@@ -156,7 +158,7 @@ class HostSlots:
                 self.memory.grow(slots, self._check_step)
             except (TierUnusable, OSError) as error:
                 self._next_size, self._wanted = before
-                return f"capacity {format_size(capacity)}: {self._describe(slots, str(error))}"
+                return f"capacity {format_size(capacity)}: {self._describe(slots, error)}"
         return ""
 
     def resize(self, tier: str, capacity: int) -> None:
