@@ -147,6 +147,10 @@ own cache; of four at once answers were the same.
 Not tried there: other versions and rows of the tables, several GPUs, preemption, failing loads,
 sleep, and changes of weights.
 
+Of other devices none ran. AMD's are CUDA's to PyTorch. On an XPU the chain is refused; the tiers
+may keep the blocks of vLLM's `OffloadingConnector`. WSL2 copies scattered blocks by one call each,
+and where a driver pins no memory (confidential computing) a GPU's tiers are refused, by its error.
+
 What vLLM does by default there:
 
 - **Asynchronous scheduling.** Real engines had it on CPUs, where tests put it in again: preemption,

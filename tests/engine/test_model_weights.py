@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.gpu.cuda_model import Model, Site
 from tiers.engine import model_weights as module
@@ -37,6 +38,18 @@ def test_words_are_read_where_they_are(device: str) -> None:
     assert read() == [207, 7, 107]
     made[0][7] = -1
     assert read() == [207, -1, 107]
+
+
+def test_words_of_an_xpu_come_to_the_host() -> None:
+    """By tensors without content, of which PyTorch knows where they are."""
+    weights = torch.arange(50, dtype=WORD)
+    words = Words(weights.device, weights.data_ptr(), weights.data_ptr() + weights.nbytes)
+    numbers = torch.tensor([7, 3])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        words._memory = torch.empty(50, dtype=WORD, device="xpu")
+        words._device = words._memory.device
+        found = words.read(numbers)._words
+    assert (found.device.type, found.shape, found.dtype) == ("cpu", (2,), WORD)
 
 
 def read_while_they_change(

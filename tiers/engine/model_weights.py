@@ -263,7 +263,8 @@ class Words:
         """Begin to read the words of these numbers, behind all that the calling thread has queued
         on its device. `numbers`: int64, in host memory, pinned for a CUDA device."""
         if self._beside is None:
-            return Reading(torch.index_select(self._memory, 0, numbers), self._device)
+            there = torch.index_select(self._memory, 0, numbers.to(self._device))
+            return Reading(there.cpu(), self._device)
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
         count = len(numbers)

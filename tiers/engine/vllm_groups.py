@@ -75,6 +75,12 @@ def _sharing(vllm_config: VllmConfig) -> int:
 def refuse_settings(vllm_config: VllmConfig) -> None:
     """Raise ValueError for what the engine's settings alone show that it can't be served."""
     refuse_model(vllm_config)
+    kind = vllm_config.device_config.device_type
+    if kind not in ("cpu", "cuda"):  # as AMD's are called, too
+        raise ValueError(
+            f"kvtiers does not copy KV on a device of kind {kind}. Let vLLM's OffloadingConnector "
+            "keep its blocks in the tiers, or start vLLM without kvtiers."
+        )
     parallel = vllm_config.parallel_config
     for axis, why in (("decode", WHY_OLD), ("prefill", "it was never run so")):
         name = f"{axis}_context_parallel_size"

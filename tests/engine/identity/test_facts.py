@@ -249,6 +249,7 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
             {"enable_elastic_ep": True, "all2all_backend": "deepep_high_throughput"},
             "with --enable-elastic-ep vLLM captures graphs again",
         ),
+        ("KV on an XPU", [{}], {"device": "xpu"}, "does not copy KV on a device of kind xpu"),
         (
             "several ranks of external_launcher",
             [{}],
@@ -347,6 +348,7 @@ def test_what_can_t_be_served_is_named(
             prefix_match_unit=more.get("prefix_match_unit"),
             cache_dtype=more.get("cache_dtype", "auto"),
         ),
+        device_config=SimpleNamespace(device_type=more.get("device", "cuda")),
         speculative_config=more.get("speculative_config"),
         is_mm_encoder_only=more.get("encodes", False),
         use_v2_model_runner=more.get("use_v2_model_runner", False),
