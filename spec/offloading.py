@@ -1,8 +1,8 @@
 """OffloadingSpec: the settings of one tier, which also open it. The base of plugins.
 
-A plugin subclasses `StoreSpec` (its tier is a store of blocks), or `HostSpec` (its tier keeps
-blocks in the engine's own host pool), and ships the class as an entry point of the group
-`kvtiers.tiers`; the entry point's name is the tier's `type` in the YAML.
+A plugin subclasses `StoreSpec` (its tier is a store of blocks) and ships the class as an entry
+point of the group `kvtiers.tiers`; the entry point's name is the tier's `type` in the YAML. Only a
+tier of ours is a `HostSpec`, which keeps blocks in the engine's own host pool.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
 
 
 # The specs know nothing of `tiers`, which has these (`tiers/store.py`, `tiers/trial.py`,
-# `tiers/records.py`, `tiers/host/slots.py`). Whoever overrides a method below names them.
+# `tiers/records.py`, `tiers/host/`, `tiers/cpu/`). Whoever overrides a method below names them.
 TierStore: TypeAlias = Any
 Medium: TypeAlias = Any
 StoredRecords: TypeAlias = Any
 Marks: TypeAlias = Any
-Slots: TypeAlias = Any
-Residency: TypeAlias = Any
+SlotPool: TypeAlias = Any
+SlotResidency: TypeAlias = Any
 
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 """Names that vLLM has for the source of tokens that were loaded."""
@@ -110,7 +110,7 @@ class OffloadingSpec(BaseModel):
 
     resizes: ClassVar[bool] = False
     """Whether `capacity` can change while the tier is open: its store has the capability
-    `Resizable`, or it is a trusted host tier, whose residency has `Resizes`."""
+    `Resizable`, or it is a host tier."""
 
     type: str = Field(description="The tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(
@@ -292,16 +292,13 @@ class StoreSpec(OffloadingSpec):
 
 
 class HostSpec(OffloadingSpec):
-    """A tier whose blocks stay in the host pool of the engine's workers."""
+    """A tier of ours whose blocks stay in the host pool of the engine's workers. Its bookkeeping
+    runs unguarded, on the engine's scheduler thread."""
 
     hit_source: ClassVar[str] = "host"
 
     def scratch(self, folder: Path) -> Self | None:
         return self  # each engine has a host pool of its own
-
-    is_trusted: ClassVar[bool] = False
-    """Whether the bookkeeping is used without a guard. An error in a guarded one ends the tier; an
-    error in a trusted one ends the engine."""
 
     capacity: ByteSize = Field(
         description="Host memory for blocks, over all ranks of an engine. Each engine of "
@@ -314,10 +311,5 @@ class HostSpec(OffloadingSpec):
     )
 
     @abstractmethod
-    def residency(self, pool: Slots, max_slots: int) -> Residency:
-        """Make the bookkeeping of resident blocks (`Residency`, `Slots`: `tiers/host/slots.py`).
-
-        `pool` lives as long as the engine; the result holds at most `max_slots` of its slots, and
-        registers with `pool.add_evictor`, or a full pool frees none. Called once, on the engine's
-        scheduler thread, which also calls all methods of the result: none may wait.
-        """
+    def residency(self, pool: SlotPool, max_slots: int) -> SlotResidency:
+        """Make the bookkeeping of resident blocks, which keeps `max_slots` at most in the pool."""

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import TypeVar
 
 from spec.errors import one_of
-from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
+from spec.offloading import HIT_SOURCES, HostSpec, OffloadingSpec, StoreSpec
 from spec.plugins import (
     OURS,
     TIERS,
@@ -21,6 +21,7 @@ from spec.plugins import (
     entry_of,
     imported_class,
     installed,
+    is_ours,
     owner,
     run,
 )
@@ -76,6 +77,8 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
     default = spec.model_fields["type"].default
     if isinstance(default, str) and default != entry.name:
         raise broken(entry, f"its class is of type {default}")
+    if issubclass(spec, HostSpec) and not is_ours(spec):
+        raise broken(entry, "it is a HostSpec, which runs unguarded; make it a StoreSpec")
     check_whole(entry, spec)
     if spec.hit_source not in HIT_SOURCES:
         raise broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")

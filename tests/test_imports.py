@@ -96,6 +96,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "connector/policy": {"contract", "explain", "concurrency", "loading"},
     "connector/scheduler": {
+        "cpu",
         "loading",
         "contract",
         "connector/policy",

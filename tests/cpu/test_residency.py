@@ -232,7 +232,8 @@ def test_clearing_gives_all_up_and_names_it(open_tier: Open) -> None:
     store(pool, tier, 0, 1, 2)
     tier.touch([key(1)])
     slot = load(pool, tier, 2)
-    assert sorted(tier.clear()) == [key(0), key(1), key(2)]
+    assert sorted(tier.outdate()) == [key(0), key(1), key(2)]
+    assert tier.trim(9) == 3
     assert (len(tier), pool.in_use) == (0, 1)
     pool.release(slot)
     store(pool, tier, 2)

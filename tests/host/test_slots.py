@@ -102,7 +102,8 @@ class PoolAndTier(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert sorted(self.tier.clear()) == sorted(self.kept)
+        assert sorted(self.tier.outdate()) == sorted(self.kept)
+        self.tier.trim(2 * len(self.kept))
         self.kept.clear()
 
     @rule()

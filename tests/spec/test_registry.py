@@ -221,6 +221,7 @@ def checked(error: str) -> str:
             BROKEN + "    @property\n    def host_local(self): return self.no",
             "making its settings raised AttributeError",
         ),
+        (GOOD.replace("StoreSpec", "HostSpec"), "it is a HostSpec, which runs unguarded"),
         (BROKEN + "    hit_source = 'sqlite'", "its hit_source is 'sqlite'; use one of device, h"),
         (BROKEN + "    hit_source = ['disk']", "its hit_source is ['disk']"),
         (

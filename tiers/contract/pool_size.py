@@ -18,8 +18,7 @@ class PoolSize:
 
     `capacity`: of its host tiers, in bytes over all ranks. `staging`: the same, for blocks in
     flight; None: as many as `step_blocks`, the blocks that one step completes, ask for. `hosts`:
-    the names of the host tiers and the capacity of each. `can_grow`: all of them can take more
-    slots than there are at the start.
+    the names of the host tiers and the capacity of each.
     """
 
     capacity: int
@@ -27,16 +26,13 @@ class PoolSize:
     step_blocks: int
     world_size: int
     hosts: tuple[tuple[str, int], ...] = ()
-    can_grow: bool = False
 
     @classmethod
     def of(cls, chain: ChainSpec, engine: EngineInfo) -> PoolSize:
         tiers = [tier for tier in chain.tiers if isinstance(tier, HostSpec)]
         hosts = [(tier.tier_name, tier.capacity) for tier in tiers]
-        can_grow = bool(tiers) and all(tier.is_trusted and tier.resizes for tier in tiers)
         blocks = -(-engine.step_tokens // engine.block_tokens) * len(BlockGroups(engine))
-        staging = cls(0, chain.staging, blocks, engine.world_size, can_grow=can_grow)
-        return staging._with(hosts)
+        return cls(0, chain.staging, blocks, engine.world_size)._with(hosts)
 
     def _with(self, hosts: Sequence[tuple[str, int]]) -> PoolSize:
         """With these host tiers alone."""

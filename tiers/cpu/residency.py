@@ -9,7 +9,7 @@ from operator import ne
 
 from spec.policies import EvictionPolicy
 from tiers.guarded_policies import GuardedEviction
-from tiers.host.slots import Slots
+from tiers.host.slots import SlotPool
 
 NOWHERE = 0
 """Not in any queue."""
@@ -124,7 +124,19 @@ class SlotQueues:
 
 
 class SlotResidency:
-    """A Residency; `policy` decides the order in which blocks are evicted.
+    """The blocks that the tier keeps in the pool; `policy` decides the order in which they are
+    evicted. Used by the scheduler's thread alone: nothing here may wait.
+
+    What it owes the pool:
+
+    - It registers an evictor when it is made. Without one a full pool takes no more blocks, of any
+      tier.
+    - It holds one reference on the slot of each block that it keeps, and evicts only slots that
+      have no other.
+    - It calls `on_evict`, if set, with the key of each block that it evicts for room, and no other.
+
+    The head of a prefix must outlive its tail, which is useless without it. Blocks of a prefix are
+    admitted head last, and touched head first.
 
     A slot is resident if it is in a queue; the pool knows whose block it holds. Beside the policy's
     queues there are two for blocks that the policy chose: those in use, which an eviction skips,
@@ -136,7 +148,7 @@ class SlotResidency:
     """Most blocks that one eviction looks at, so that a pool whose blocks are all in use costs
     little."""
 
-    def __init__(self, pool: Slots, max_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(self, pool: SlotPool, max_slots: int, policy: EvictionPolicy) -> None:
         self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots
@@ -175,6 +187,7 @@ class SlotResidency:
             self._queues.append(slot, queue)
 
     def find(self, key: bytes) -> int | None:
+        """The slot of a block that is kept, or None. Not a use."""
         return self.find_all([key])[0]
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -184,7 +197,11 @@ class SlotResidency:
 
     def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
         """Keep the block in `slot`, unless it is kept already, or the slot holds another key, or
-        the tier is full and its next victim is `predecessor` or all its blocks are in use."""
+        the tier is full and its next victim is `predecessor` or all its blocks are in use.
+
+        `predecessor`: the slot of the nearest block before it in its prefix that is kept, which
+        must stay longer.
+        """
         if self._queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
             return
         if len(self._queues) >= self._max_slots:
@@ -196,6 +213,7 @@ class SlotResidency:
         self._enter(key, slot, predecessor)
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Count these blocks as used now, the first as the most recent; return their slots."""
         slots = self.find_all(keys)
         self._used([slot for slot in reversed(slots) if slot is not None])
         return slots
@@ -209,19 +227,16 @@ class SlotResidency:
         return len(slots)
 
     def discard(self, key: bytes) -> None:
+        """Stop keeping this block, if it is kept."""
         slot = self.find(key)
         if slot is not None:
             self._queues.remove(slot)
             self._pool.release(slot)
 
-    def clear(self) -> list[bytes]:
-        """Stop keeping any block; a slot that is being copied is freed by its last user."""
-        keys = [*self.outdate()]
-        while self._give_back():
-            pass
-        return keys
-
     def outdate(self) -> Iterator[bytes]:
+        """Stop keeping any block, since nobody asks for these again; their keys, which are there
+        until `trim`, or who needs a slot, gives the slots back. A slot that is being copied is
+        freed by its last user."""
         if not len(self._queues):  # else resets of an engine that idles would pile up
             return iter(())
         old, self._queues = self._queues, SlotQueues(self._pool.num_slots, self._overdue)
@@ -245,17 +260,22 @@ class SlotResidency:
         return True
 
     def resize(self, max_slots: int) -> None:
+        """Keep `max_slots` blocks at most, in slots of the pool, which may have grown; `trim`
+        evicts those beyond it."""
         self._max_slots = max_slots
         self._policy.resize(max_slots)
         self._queues.grow(self._pool.num_slots)
 
     def trim(self, most: int) -> int:
+        """Give outdated blocks back and evict those that are too many, `most` at most; how many."""
         for gone in range(most):
             if not self._give_back() and (len(self) <= self._max_slots or not self.evict_one()):
                 return gone
         return most
 
     def move(self, slot: int, target: int) -> None:
+        """The block in `slot` lies in `target` now, with all references of the tier, and keeps its
+        place in the order of eviction."""
         self._queues.replace(slot, target)
         self._idle(target)  # an eviction may have skipped it, as in use, while it was copied
 

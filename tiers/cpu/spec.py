@@ -10,13 +10,12 @@ from spec.offloading import HostSpec
 from spec.policies import EvictionName
 from tiers.cpu.eviction import make_eviction
 from tiers.cpu.residency import SlotResidency
-from tiers.host.slots import Slots
+from tiers.host.slots import SlotPool
 
 
 class CpuSpec(HostSpec):
     """Host memory of the engine's machine: the fastest tier, lost when the engine ends."""
 
-    is_trusted: ClassVar[bool] = True
     resizes: ClassVar[bool] = True
 
     type: Literal["cpu"] = "cpu"
@@ -27,6 +26,6 @@ class CpuSpec(HostSpec):
         "traffic. Or a policy that a package provides (docs/plugins.md).",
     )
 
-    def residency(self, pool: Slots, max_slots: int) -> SlotResidency:
+    def residency(self, pool: SlotPool, max_slots: int) -> SlotResidency:
         policy = make_eviction(self.eviction, max_slots, self.tier_name)
         return SlotResidency(pool, max_slots, policy)

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 ALIGNMENT = 4096
 """Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
@@ -57,9 +57,9 @@ LOOKS = 4096
 
 
 class SlotPool:
-    """Which slot holds which key, and how many references each slot has (`Slots`). Used by the
-    scheduler's thread alone. Keeps only arrays, and dicts of bytes and ints, which Python's garbage
-    collector does not traverse before 3.14; from then on a million take it 24 ms, unless frozen."""
+    """Which slot holds which key, and how many references each slot has. Used by the scheduler's
+    thread alone. Keeps only arrays, and dicts of bytes and ints, which Python's garbage collector
+    does not traverse before 3.14; from then on a million take it 24 ms, unless frozen."""
 
     def __init__(self, num_slots: int) -> None:
         self.end = num_slots
@@ -77,12 +77,12 @@ class SlotPool:
         self._evictors: list[Callable[[], bool]] = []
         self._idle: list[Callable[[int], None]] = []
 
-    def add_evictor(
-        self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
-    ) -> None:
+    def add_evictor(self, evict_one: Callable[[], bool], idle: Callable[[int], None]) -> None:
+        """Register `evict_one`, which is called when no slot is free: it gives up one resident
+        block and returns True, or returns False. `idle` is called with each slot that has one
+        reference left: if that is the tier's own, its block may be evicted now."""
         self._evictors.append(evict_one)
-        if idle is not None:
-            self._idle.append(idle)
+        self._idle.append(idle)
 
     def claim(self, key: bytes) -> Claim | None:
         """Take a reference on the slot of `key`, or on a free or evicted one; None: no room."""
@@ -131,6 +131,7 @@ class SlotPool:
         return self._keys.get(slot)
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each of these keys, resident or being gathered, or None."""
         return list(map(self._slots.get, keys))
 
     def retain(self, slot: int) -> None:
@@ -215,108 +216,3 @@ class SlotPool:
             return None
         del self._refs[self.end :]
         return self.end
-
-
-class Slots(Protocol):
-    """What a host tier sees of the pool. Used by the scheduler's thread alone; lives as long as the
-    engine's scheduler."""
-
-    @property
-    def num_slots(self) -> int:
-        """Slots have lower numbers than this."""
-
-    def add_evictor(
-        self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
-    ) -> None:
-        """Register `evict_one`, which is called when no slot is free: it gives up one resident
-        block and returns True, or returns False. `idle` is called with each slot that has one
-        reference left: if that is the tier's own, its block may be evicted now."""
-
-    def key(self, slot: int) -> bytes | None:
-        """Return the key of the block that the slot holds, or None."""
-
-    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the slot of each of these keys, resident or being gathered, or None."""
-
-    def references(self, slot: int) -> int:
-        """Return how many references the slot has. A resident slot with more than its tier's own is
-        being copied and must not be evicted."""
-
-    def retain(self, slot: int) -> None:
-        """Take the tier's one reference on a slot in use, so that its block stays."""
-
-    def release(self, slot: int) -> None:
-        """Give the tier's reference back. Without another reference the slot is free."""
-
-
-class Residency(Protocol):
-    """Which blocks a host tier keeps in the pool. Used by the scheduler's thread alone: no method
-    may wait. Lives as long as the engine's scheduler.
-
-    What it owes the pool:
-
-    - It calls `pool.add_evictor` when it is made. Without an evictor its blocks never make room for
-      others, and a full pool takes no more blocks, of any tier.
-    - It holds exactly one reference on the slot of each block that it keeps: `admit` takes it by
-      `pool.retain`; eviction, `discard` and `clear` give it back by `pool.release`.
-    - It evicts only slots with `pool.references(slot) == 1`, and keeps `max_slots` at most.
-    - It calls `on_evict`, if set, with the key of each block that it evicts for room, and no other.
-
-    The head of a prefix must outlive its tail, which is useless without it. Blocks of a prefix are
-    admitted head last, and touched head first.
-    """
-
-    on_evict: Callable[[bytes], None] | None
-
-    def find(self, key: bytes) -> int | None:
-        """Return the slot of a resident block, or None. Not a use."""
-
-    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the slot of each block, or None. Not a use."""
-
-    def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
-        """Keep the gathered block in `slot`, evicting if the tier is full; it may decline.
-
-        `predecessor`: the slot of the nearest resident block before it in its prefix, which must
-        stay longer.
-        """
-
-    def touch(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Count these blocks as used now, the first as the most recent; return their slots."""
-
-    def discard(self, key: bytes) -> None:
-        """Stop keeping this block; unknown keys are ignored."""
-
-    def clear(self) -> list[bytes]:
-        """Stop keeping all blocks; return their keys. `on_evict` is not called."""
-
-    def __len__(self) -> int: ...
-
-
-@runtime_checkable
-class Resizes(Protocol):
-    """Capability: a host tier keeps more or fewer blocks from now on. Of trusted tiers alone."""
-
-    def resize(self, max_slots: int) -> None:
-        """Keep `max_slots` blocks at most, in slots below `pool.num_slots`, which may have grown;
-        `trim` evicts those beyond it."""
-
-    def outdate(self) -> Iterator[bytes]:
-        """As `clear`, of blocks that nobody asks for again: `trim` gives their slots back, or who
-        needs one. The keys are there until then."""
-
-    def trim(self, most: int) -> int:
-        """Give outdated blocks back and evict those that are too many, `most` at most; how many."""
-
-    def move(self, slot: int, target: int) -> None:
-        """The block in `slot` lies in `target` now, with all references of the tier, and keeps its
-        place in the order of eviction."""
-
-
-@runtime_checkable
-class Demotes(Protocol):
-    """Capability: a host tier takes hints about the next blocks to evict."""
-
-    def demote(self, keys: Sequence[bytes]) -> int:
-        """Evict these blocks next, the last of them first, unless they are used again; return how
-        many were not next yet."""

@@ -153,7 +153,7 @@ def test_the_blocks_used_last_stay_wherever_they_lie() -> None:
         assert manager.touch_and_list_missing([]) == [] and manager.slots_kept() == count
         slots = pool.find_all(hot[:count])
         assert all(slot is not None and slot < 500 for slot in slots)
-        assert manager._residency.evict_one(), "in their order still"  # type: ignore[attr-defined]
+        assert manager._residency.evict_one(), "in their order still"
 
 
 def test_a_block_that_is_loaded_stays_until_the_load_has_ended() -> None:
@@ -210,6 +210,25 @@ def test_a_hint_keeps_a_block_that_moves_meanwhile() -> None:
     assert pool.claim(b"another") is None, "it may not be evicted"
     manager.unpin([key(1)])
     assert pool.claim(b"another") is not None
+
+
+@pytest.mark.parametrize("end", ["does not arrive", "is dropped", "is reset"])
+def test_no_slot_stays_for_what_a_hint_kept_and_is_gone(end: str) -> None:
+    pool = SlotPool(2)
+    manager = filled(pool, 2)
+    manager.discard(key(0))
+    pool.resize(1)
+    manager.resize(0, 1)
+    moves = manager.shrink(64)
+    manager.pin([key(1), key(9)])
+    manager.pin([key(1)])
+    if end == "is dropped":
+        manager.drop([key(1)], b"")
+    elif end == "is reset":
+        manager.reset()
+    manager.moved(moves, {0})
+    shrunk(manager)
+    assert pool.in_use == manager.slots_kept() == 0
 
 
 def test_a_block_that_was_damaged_is_stored_anew_while_its_slot_is_still_read() -> None:

@@ -153,7 +153,7 @@ def growing(tmp_path: Path, slots: int = 8) -> HostSlots:
     }.items():
         (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "proc" / name).write_text(text)
-    size = PoolSize(slots << 12, 0, 0, 1, (("cpu", slots << 12),), can_grow=True)
+    size = PoolSize(slots << 12, 0, 0, 1, (("cpu", slots << 12),))
     return opened(HostSlots(ENGINE, size, open_copier, tmp_path), numbered())
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
-from tiers.connector.scheduler.tier_manager import DOWN, TierManager
+from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.contract.messages import SlotMove
-from tiers.host.slots import Demotes, Residency, Resizes, SlotPool
-from tiers.store import Warns
+from tiers.cpu.residency import SlotResidency
+from tiers.host.slots import SlotPool
 from tiers.wrappers.guard import Health, warned
-from tiers.wrappers.guarded_residency import health_of
 
 LOOK_BACK = 64
 """How many blocks before a stored one are searched for a predecessor that is kept."""
@@ -25,12 +24,13 @@ class HostManager(TierManager):
     completes_on_gather = True
 
     def __init__(
-        self, residency: Residency, pool: SlotPool, on_evict: Callable[[bytes], None] | None = None
+        self,
+        residency: SlotResidency,
+        pool: SlotPool,
+        on_evict: Callable[[bytes], None] | None = None,
     ) -> None:
         """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency
-        self._resizes = residency if isinstance(residency, Resizes) else None
-        self._warns = residency if isinstance(residency, Warns) else None
         self._pool = pool
         self._changes = Changes()
         self._on_evict = on_evict
@@ -40,15 +40,12 @@ class HostManager(TierManager):
         residency.on_evict = self._evicted
 
     def _evicted(self, key: bytes) -> None:
-        self.unpin((key,))  # by a plugin that evicts what is in use, or has failed
         self._changes.note(key, held=False)
         if self._on_evict is not None:
             self._on_evict(key)
 
     def coverage(self, lookup: Lookup, keys: Sequence[bytes], asked: range) -> list[bool]:
         """Look those up in the residency that were not asked for before."""
-        if not self.health().reads:
-            return [False] * len(asked)
         lookup.follow(self._changes, keys)
         if unknown := lookup.unknown(asked, self._changes):
             lookup.add(self._find(keys, unknown))
@@ -56,7 +53,7 @@ class HostManager(TierManager):
 
     def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int:
         lookup.follow(self._changes, keys)
-        return lookup.version if self.health().reads else DOWN
+        return lookup.version
 
     def _find(self, keys: Sequence[bytes], asked: range) -> list[bool]:
         slots = self._residency.find_all(keys[asked.start : asked.stop])
@@ -79,9 +76,7 @@ class HostManager(TierManager):
                 self._pool.release(slot)
 
     def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
-        """What is not resident; nothing while the tier does not work."""
-        if not self.health().writes:
-            return [False] * len(keys)
+        """What is not resident."""
         return [slot is None for slot in self._residency.touch(keys)]
 
     def predecessors(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
@@ -129,7 +124,7 @@ class HostManager(TierManager):
                 self._pool.release(slot)
 
     def demote(self, keys: Sequence[bytes]) -> int:
-        return self._residency.demote(keys) if isinstance(self._residency, Demotes) else 0
+        return self._residency.demote(keys)
 
     def discard(self, key: bytes) -> None:
         self.unpin((key,))
@@ -148,14 +143,13 @@ class HostManager(TierManager):
         """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()
         self.unpin([*self._pinned])
-        return self._residency.clear() if self._resizes is None else self._resizes.outdate()
+        return self._residency.outdate()
 
     # -- another size ------------------------------------------------------------------------
 
     def resize(self, capacity: int, max_blocks: int) -> None:
         """Keep `max_blocks` at most, in the slots that the pool has now."""
-        if self._resizes is not None:
-            self._resizes.resize(max_blocks)
+        self._residency.resize(max_blocks)
         self._max_blocks = max_blocks
         self.is_shrinking = True
 
@@ -163,7 +157,7 @@ class HostManager(TierManager):
         """Give back slots of before a reset, evict blocks beyond the capacity, then move those
         beyond the pool's end, so that the policy alone decides which blocks stay."""
         is_smaller = self._pool.is_vacating or len(self._residency) > self._max_blocks
-        trimmed = 0 if self._resizes is None else self._resizes.trim(TRIMMED)
+        trimmed = self._residency.trim(TRIMMED)
         beyond = [] if trimmed else self._pool.beyond(most)
         moves = [move for slot in beyond if (move := self._vacate(slot))]
         # What was dropped leaves the pool's search when that looks at it again.
@@ -173,12 +167,9 @@ class HostManager(TierManager):
         return moves
 
     def _vacate(self, slot: int) -> SlotMove | None:
-        """Begin to move the block in a slot; None: it is in use, or another tier's, or dropped."""
+        """Begin to move the block in a slot; None: it is in use, or another tier's, or evicted."""
         pool, key = self._pool, self._pool.key(slot)
         if key is None or pool.references(slot) > 1 or self._residency.find(key) != slot:
-            return None
-        if self._resizes is None:
-            self._drop_for_room(key)
             return None
         target = pool.reserve()
         if target is None:
@@ -189,18 +180,14 @@ class HostManager(TierManager):
         pool.retain(slot)
         return SlotMove(key, slot, target)
 
-    def _drop_for_room(self, key: bytes) -> None:
-        self._residency.discard(key)
-        self._evicted(key)
-
     def moved(self, moves: Sequence[SlotMove], failed: Container[int]) -> None:
         """Serve blocks from their new slots; drop those that are in none."""
         pool, residency = self._pool, self._residency
         for number, (key, slot, target) in enumerate(moves):
             is_kept = residency.find(key) == slot  # else it was dropped meanwhile
-            if is_kept and number not in failed and self._resizes is not None:
+            if is_kept and number not in failed:
                 pool.move(slot, target)
-                self._resizes.move(slot, target)
+                residency.move(slot, target)
                 pool.release(slot)
                 if self._pinned.get(key) == slot:  # by a hint, meanwhile
                     self._pinned[key] = target
@@ -209,14 +196,14 @@ class HostManager(TierManager):
             else:
                 pool.release(target)
                 if is_kept:
-                    self._drop_for_room(key)
+                    self.unpin((key,))
+                    residency.discard(key)
+                    self._evicted(key)
             pool.release(slot)
 
     def health(self) -> Health:
-        """Memory works; a plugin's bookkeeping, or its policy, may not."""
-        if self._warns is not None:
-            return warned(self._warns.warning())
-        return health_of(self._residency)
+        """Memory works; a plugin's policy may not."""
+        return warned(self._residency.warning())
 
     def slots_kept(self) -> int:
         return len(self._residency)

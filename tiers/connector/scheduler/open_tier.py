@@ -27,7 +27,6 @@ from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.slots import ALIGNMENT, SlotPool, slot_stride, slots_within
 from tiers.store import Clear, Described, Measured, TierStore, capability
-from tiers.wrappers.guarded_residency import open_residency
 from tiers.wrappers.journals import forget, journals
 from tiers.wrappers.opening import log_name, open_guarded
 
@@ -107,9 +106,8 @@ class TierOpener:
                     f"capacity {format_size(tier.capacity)} over {len(handshakes)} rank(s) is less "
                     f"than one block of {format_size(payload)}"
                 )
-            residency = open_residency(tier, pool, slots)
             log_host(chain, tier, slots)
-            host = HostManager(residency, pool, on_evict)
+            host = HostManager(tier.residency(pool, slots), pool, on_evict)
             self._hosts[host] = slots
             manager: TierManager = host
         elif isinstance(tier, StoreSpec):

@@ -102,7 +102,7 @@ class HostSlots:
             before = size
             try:
                 self._check_room(slots, pin)
-                reserve = reservable_memory(self._root) if size.can_grow else 0
+                reserve = reservable_memory(self._root) if size.hosts else 0
                 reserve //= slot_stride(self.payload_bytes)
                 more = self._check_step, reserve, self.copier.cpus, self.copier.device
                 return SlotMemory(slots, self.payload_bytes, pin, False, *more)
