@@ -58,10 +58,9 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     return tuple(bytes.fromhex(key) for key in keys)
 
 
-# The specs know nothing of `tiers`, which has these (`tiers/store.py`, `tiers/trial.py`,
-# `tiers/records.py`, `tiers/host/`, `tiers/cpu/`). Whoever overrides a method below names them.
+# The specs know nothing of `tiers`, which has these (`tiers/store.py`, `tiers/records.py`,
+# `tiers/host/`, `tiers/cpu/`). Whoever overrides a method below names them.
 TierStore: TypeAlias = Any
-Medium: TypeAlias = Any
 StoredRecords: TypeAlias = Any
 Marks: TypeAlias = Any
 SlotPool: TypeAlias = Any
@@ -182,9 +181,8 @@ class StoreSpec(OffloadingSpec):
     """
 
     verifies: ClassVar[bool] = False
-    """Whether the store itself detects a block that differs from the one put under its key. A store
-    that does not is given our checksummed records instead of bare payloads. So is a plugin's that
-    has no `medium`, or serves a block that was damaged there when it was opened."""
+    """Whether the store itself detects a block that differs from the one put under its key. One
+    that does not is given our checksummed records instead of bare payloads. So is any plugin's."""
 
     is_prompt: ClassVar[bool] = False
     """Whether `peek` and `touch` of the store never wait, so that the engine's thread may call
@@ -202,11 +200,6 @@ class StoreSpec(OffloadingSpec):
     def notes_folder(self) -> Path | None:
         """A folder of this host for what engines note of the tier beside its blocks, in files of
         their own: what KV events announced, say. It may not be there yet. None: there is none."""
-        return None
-
-    def medium(self, store: TierStore) -> Medium | None:
-        """How the bytes that `store`, opened by this spec, has stored are reached where they lie,
-        so that `verifies` can be tried. None: they can't be."""
         return None
 
     def records(self) -> StoredRecords | None:

@@ -102,6 +102,7 @@ def package_of(spec: OffloadingSpec) -> str | None:
     return owner(entries[0]) if entries else top
 
 
-def opens_ours(spec: StoreSpec) -> bool:
-    """Whether the tier's store is made by code of ours."""
-    return type(spec).open.__module__.startswith(OURS)
+def finds_damage(spec: StoreSpec) -> bool:
+    """Whether the tier's store detects damage itself, as tests show of ours; of a plugin's nobody
+    knows."""
+    return spec.verifies and type(spec).open.__module__.startswith(OURS)

@@ -25,12 +25,11 @@ from tests.test_readme import blocks
 from tiers.lab.replay.replay_trace import replay
 from tiers.testing import Memory, make_key
 from tiers.traces.trace import TraceRequest
-from tiers.trial import find_lie
 from tiers.tuning.machine import Machine, TierProfile
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "plugins.md").read_text())
-MODULE, KIT, MEDIUM, LOOP = (block.text for block in SHOWN if block.language == "python")
+MODULE, KIT, LOOP = (block.text for block in SHOWN if block.language == "python")
 (PROJECT,) = (tomllib.loads(block.text) for block in SHOWN if block.language == "toml")
 (CHAIN,) = (block.text for block in SHOWN if block.language == "yaml")
 TYPES = {
@@ -91,15 +90,6 @@ def test_it_is_replayed_apart_from_its_place(tmp_path: Path, plugin: Install) ->
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_the_medium_shows_that_the_store_does_not_verify(tmp_path: Path) -> None:
-    made: dict[str, Any] = {}
-    exec(MODULE + MEDIUM, made)
-    store = made["FolderStore"](tmp_path, 4096)
-    lie = find_lie(store, made["FolderMedium"](store), 4096)
-    assert lie == "a bit flipped at its start"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
     """A full disk would fill further, with files that nobody finds or evicts."""
     made: dict[str, Any] = {}
@@ -129,7 +119,7 @@ def test_the_chain_serves(tmp_path: Path, plugin: Install) -> None:
 def test_what_the_page_calls_public_is_there() -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     rows = re.findall(r"^\| `((?:spec|tiers)\.[\w.]+)` \| (.*) \|$", page, re.M)
-    assert len(rows) == 9
+    assert len(rows) == 8
     for module, names in rows:
         there = vars(importlib.import_module(module))
         assert [name for name in re.findall(r"`(\w+)`", names) if name not in there] == []

@@ -28,7 +28,7 @@ from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
 from tiers.testing.memory_tests import check_left, counted
 from tiers.testing.template.kit import TestTemplate  # noqa: F401 - pytest runs it
-from tiers.trial import Medium, find_lie
+from tiers.testing.trial import Medium, find_lie
 from tiers.wrappers import put_process
 from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded

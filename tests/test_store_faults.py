@@ -35,7 +35,7 @@ from tiers.remote.spec import RedisSpec
 from tiers.remote.stream import PIECE_BYTES
 from tiers.store import TierStore
 from tiers.testing import Memory, make_key
-from tiers.trial import Medium
+from tiers.testing.trial import Medium
 from tiers.wrappers import reopening
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded

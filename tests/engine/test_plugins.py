@@ -136,7 +136,7 @@ class SaysSpec(PluginSpec):
 
 @pytest.mark.fault
 def test_flipped_bits_of_a_store_that_says_it_verifies_are_misses(
-    engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
+    engine: Callable[..., ReplayEngine],
 ) -> None:
     MAKE[:] = [Store]
     shared()
@@ -147,12 +147,10 @@ def test_flipped_bits_of_a_store_that_says_it_verifies_are_misses(
     made.settle()
     store: Any = MAKE[0]()
     for key, kept in store.payloads.items():
-        place = 100 if len(kept) == MODEL.payload_bytes else HEADER_BYTES + 100
+        place = HEADER_BYTES + 100
         store.payloads[key] = kept[:place] + bytes([kept[place] ^ 1]) + kept[place + 1 :]
     ask(made)
     assert measured(made, "damaged_blocks", "plugin") > 0
-    (line,) = [line for line in caplog.messages if "claims that it verifies" in line]
-    assert "plugin (package tests)" in line
 
 
 def hangs(*args: object) -> Any:

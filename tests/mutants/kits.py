@@ -12,7 +12,6 @@ import pytest
 
 # Whatever a child needs and no mutant is of: it is imported once.
 import tiers.testing
-import tiers.trial
 import tiers.wrappers.opening  # noqa: F401
 from tests.mutants.mutant import ROOT
 from tests.mutants.run import OpenKit

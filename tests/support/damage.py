@@ -48,8 +48,8 @@ def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
 
 
 class SlabMedium:
-    """The records of a disk tier's blocks in its slabs, as `tiers.trial` reaches them; `name`: what
-    the disk calls a block."""
+    """The records of a disk tier's blocks in its slabs, as `tiers.testing.trial` reaches them;
+    `name`: what the disk calls a block."""
 
     def __init__(self, folder: Path, name: Callable[[bytes], bytes] = lambda key: key) -> None:
         self._folder = folder

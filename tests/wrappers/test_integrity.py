@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -11,11 +10,11 @@ import pytest
 import tiers.store
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.faulty_stores import FaultyStore, SlowStore
-from tiers.block import HEADER_BYTES, digest
+from tiers.block import HEADER_BYTES
 from tiers.errors import TierError, TierUnavailable
 from tiers.store import Block, Damages, LocalIndex, TierStore, capability, required
-from tiers.testing import Memory, StoreContract, make_key
-from tiers.wrappers import integrity, reopening
+from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
+from tiers.wrappers import integrity
 from tiers.wrappers.encryption import EncryptedStore
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
@@ -62,43 +61,6 @@ class DictSpec(StoreSpec):
 
 class VerifyingSpec(DictSpec):
     verifies: ClassVar[bool] = True
-
-
-class TriedSpec(VerifyingSpec):
-    def medium(self, store: TierStore) -> Any:
-        return Dict(store)
-
-
-class Dict:
-    """What a store in a dict keeps, as its medium."""
-
-    def __init__(self, store: Any) -> None:
-        self.payloads: dict[bytes, bytes] = store.payloads
-
-    def read(self, key: bytes) -> bytes:
-        return self.payloads[key]
-
-    def write(self, key: bytes, data: bytes) -> None:
-        self.payloads[key] = data
-
-
-class Careful(Store):
-    """Keeps a checksum of key and payload before each payload."""
-
-    def put(self, blocks: Sequence[Block]) -> Any:
-        for key, payload in blocks:
-            self.payloads[key] = digest(key + bytes(payload)) + bytes(payload)
-        return [True] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> Any:
-        return [self._take(*block) for block in blocks]
-
-    def _take(self, key: bytes, payload: memoryview) -> bool:
-        kept = self.payloads.get(key, b"")
-        if len(kept) != 16 + len(payload) or kept[:16] != digest(key + kept[16:]):
-            return False
-        payload[:] = kept[16:]
-        return True
 
 
 MAKE: list[Callable[[StoreContext], Store]] = []
@@ -216,115 +178,35 @@ STRANGE: list[Callable[[int], object]] = [
 @pytest.mark.fault
 @pytest.mark.parametrize("strange", range(len(STRANGE)))
 @pytest.mark.parametrize("verb", ["has", "put", "get"])
-@pytest.mark.parametrize("spec", [DictSpec, VerifyingSpec])
-def test_an_answer_of_another_shape_is_a_miss(
-    spec: type[DictSpec], verb: str, strange: int
-) -> None:
+def test_an_answer_of_another_shape_is_a_miss(verb: str, strange: int) -> None:
     made = type("Odd", (Store,), {verb: lambda self, items: STRANGE[strange](len(items))})
     MAKE[:] = [made]
-    store = open_guarded(spec(type="dict"), StoreContext(SIZE))
+    store = open_guarded(DictSpec(type="dict"), StoreContext(SIZE))
     keys = [make_key(), make_key()]
     asked: dict[str, Any] = {"has": keys}
     assert getattr(store, verb)(asked.get(verb, Memory(keys, SIZE).blocks)) == [False, False]
     assert store.failures.by_kind() == {"TierError": 1}
 
 
-def lengths(
-    spec: type[DictSpec], make: Callable[[StoreContext], Store], *, tells: bool = True
-) -> list[int]:
-    """The payload lengths that stores of the spec are opened for; the last of them stays open."""
-    MAKE[:] = [make]
-    open_guarded(spec(type="dict"), StoreContext(SIZE), announce=id if tells else None)  # type: ignore[arg-type]
-    return [store.site.payload_bytes for store in MADE]
+class OursSpec(GivenSpec):
+    """As the disk's: what opens it is in `tiers`."""
 
-
-def test_a_store_is_told_the_length_of_records_unless_it_shows_that_it_verifies() -> None:
-    assert lengths(DictSpec, Store) == [record_bytes(SIZE)] == [2 * 4096]
-    MADE.clear()
-    assert lengths(TriedSpec, Careful) == [SIZE]
-    assert not MADE[0].payloads, "nothing of the trial is left"
-    assert len(set(MADE[0].dropped)) >= 6
-
-
-class Unkeyed(Careful):
-    """Its checksum is of the payload alone."""
-
-    def put(self, blocks: Sequence[Block]) -> Any:
-        for key, payload in blocks:
-            self.payloads[key] = digest(bytes(payload)) + bytes(payload)
-        return [True] * len(blocks)
-
-    def _take(self, key: bytes, payload: memoryview) -> bool:
-        kept = self.payloads.get(key, b"")
-        if len(kept) != 16 + len(payload) or kept[:16] != digest(kept[16:]):
-            return False
-        payload[:] = kept[16:]
-        return True
-
-
-class Short(Store):
-    """Serves what it has, if it is the payload's beginning."""
-
-    def get(self, blocks: Sequence[Block]) -> Any:
-        for key, payload in blocks:
-            kept = self.payloads.get(key, b"")
-            payload[: len(kept)] = kept
-        return [key in self.payloads for key, _ in blocks]
-
-
-class ReadOnly(Careful):
-    def put(self, blocks: Sequence[Block]) -> Any:
-        return [False] * len(blocks)
-
-
-class Raises(Careful):
-    def get(self, blocks: Sequence[Block]) -> Any:
-        raise KeyError("of a bug")
+    verifies: ClassVar[bool] = True
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(
-    ("spec", "store", "says"),
-    [
-        (VerifyingSpec, Careful, "its spec has no `medium`"),
-        (TriedSpec, Store, "it serves a block with a bit flipped at its start"),
-        (TriedSpec, Short, "it serves a block with a bit flipped at its start"),
-        (TriedSpec, Unkeyed, "another block's bytes in place of its own"),
-        (TriedSpec, ReadOnly, "it could not be tried (CannotTry: it does not take a block)"),
-        (TriedSpec, Raises, "it could not be tried (KeyError: 'of a bug')"),
-    ],
-)
-def test_a_store_that_only_says_that_it_verifies_is_not_believed(
-    spec: type[DictSpec], store: type[Store], says: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("spec", [DictSpec, VerifyingSpec])
+def test_a_plugin_s_store_is_told_the_length_of_records_whatever_it_says(
+    spec: type[DictSpec],
 ) -> None:
-    assert lengths(spec, store)[-1] == record_bytes(SIZE)
-    (line,) = caplog.messages
-    assert "tier dict (package tests) claims that it verifies, but" in line and says in line
-    lengths(spec, store, tells=False)  # as each worker opens it
-    assert len(caplog.messages) == 1
+    open_guarded(spec(type="dict"), StoreContext(SIZE))
+    assert [store.site.payload_bytes for store in MADE] == [record_bytes(SIZE)] == [2 * 4096]
 
 
-def test_a_store_that_is_down_is_tried_when_it_is_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(reopening, "RETRY_AFTER", 0.1)
-
-    class Down(Careful):
-        def put(self, blocks: Sequence[Block]) -> Any:
-            if len(MADE) == 1:
-                raise TierUnavailable("no server")
-            return super().put(blocks)
-
-    closed: list[object] = []
-    Down.close = lambda self: closed.append(self)  # type: ignore[method-assign]
-    MAKE[:] = [Down]
-    store = open_guarded(TriedSpec(type="dict"), StoreContext(SIZE), announce=lambda _: None)
-    memory = Memory([make_key()], SIZE).fill()
-    while store.put(memory.blocks) != [True]:
-        time.sleep(0.05)
-    assert [one.site.payload_bytes for one in MADE] == [SIZE] * 2
-    assert closed == MADE[:1]
-    assert not [line for line in caplog.messages if "verifies" in line]
+def test_a_store_of_ours_that_verifies_is_given_payloads() -> None:
+    ours = open_guarded(OursSpec(type="given"), StoreContext(SIZE))
+    plain = open_guarded(GivenSpec(type="given"), StoreContext(SIZE))
+    assert isinstance(ours.now(), MemoryStore) and isinstance(plain.now(), VerifiedStore)
 
 
 def test_many_blocks_pass_through_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

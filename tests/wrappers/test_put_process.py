@@ -243,12 +243,12 @@ TRIES_OFTEN = """
 from tiers.disk.folder import folder
 from tiers.wrappers import put_server
 folder.LOCK_SECONDS = put_server.RETRY_AFTER = 0.1
-really = put_server.open_for_puts
+really = put_server.open_unguarded
 def noted(*of):
     with open(NOTES, "a") as notes:
         notes.write("tried")
     return really(*of)
-put_server.open_for_puts = noted
+put_server.open_unguarded = noted
 serve("""
 
 
@@ -321,7 +321,7 @@ def test_it_tries_less_and_less_often_to_open(monkeypatch: pytest.MonkeyPatch) -
         waits.append(milliseconds / 1000)
         return len(waits) == 7
 
-    monkeypatch.setattr(put_server, "open_for_puts", down)
+    monkeypatch.setattr(put_server, "open_unguarded", down)
     engine, theirs = socket.socketpair()
     with engine, theirs, ExitStack() as stack, pytest.raises(OSError, match="for now"):
         server = put_server._Server(theirs, stack)
@@ -329,7 +329,7 @@ def test_it_tries_less_and_less_often_to_open(monkeypatch: pytest.MonkeyPatch) -
         server._arrivals = cast(Any, SimpleNamespace(poll=poll))
         settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
         place = {"payload_bytes": SIZE, "num_ranks": 1}
-        server._open({"settings": settings, "site": place, "in_records": False, "level": 20})
+        server._open({"settings": settings, "site": place, "level": 20})
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -909,12 +909,12 @@ def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
 def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier is closed, as when its folder has gone, while blocks are put into it."""
     store, key = MemoryStore(), make_key()
-    monkeypatch.setattr(put_server, "open_for_puts", lambda *_: store)
+    monkeypatch.setattr(put_server, "open_unguarded", lambda *_: store)
     engine, theirs = socket.socketpair()
     settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
     place = {"payload_bytes": SIZE, "num_ranks": 1}
     with engine, theirs, ExitStack() as stack, pytest.raises(EOFError):
-        send(engine, {"settings": settings, "site": place, "in_records": False, "level": 20})
+        send(engine, {"settings": settings, "site": place, "level": 20})
         part = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "is_last": False}
         send(engine, part | {"until": math.inf})
         engine.shutdown(socket.SHUT_WR)
@@ -922,34 +922,29 @@ def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) ->
     assert store.has([key]) == [True]
 
 
-TRIED_ONCE = """
+PLUGIN = """
 from typing import Literal
 from spec.offloading import StoreContext
-from tests.support.damage import SlabMedium
 from tiers.disk.spec import DiskSpec
 
-class OnceSpec(DiskSpec):
-    type: Literal["once"] = "once"
+class OwnSpec(DiskSpec):
+    type: Literal["own"] = "own"
 
     def open(self, site: StoreContext):
         return super().open(site)
-
-    def medium(self, store):
-        self.path.with_name("tried").mkdir()
-        return SlabMedium(self.path)
 """
 
 
 def test_blocks_are_put_as_they_are_looked_for(plugin: Install, tmp_path: Path) -> None:
-    """Whether a plugin's store verifies is tried, and a trial may have another end there."""
-    plugin("tried_once", TRIED_ONCE, once="OnceSpec")
+    """In records, since the store is a plugin's."""
+    plugin("own_disk", PLUGIN, own="OwnSpec")
     settings: dict[object, object] = {
-        "type": "once",
+        "type": "own",
         "path": tmp_path / "kv",
         "capacity": 200 * (SIZE + 4096),
     }
-    once, some = cast(StoreSpec, make_tier("once", settings)), keys()
-    with closing(open_guarded(once, SITE, puts_apart=True)) as guarded:
+    own, some = cast(StoreSpec, make_tier("own", settings)), keys()
+    with closing(open_guarded(own, SITE, puts_apart=True)) as guarded:
         store = guarded.now()
         assert isinstance(store, PutsApart)
         wait_until(lambda: store._process is None or store._process.has_answered())

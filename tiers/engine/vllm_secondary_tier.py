@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
-from spec.registry import make_tier, opens_ours
+from spec.registry import make_tier
 from tiers.block import copy, digest
 from tiers.concurrency.executors import IoExecutor, close_result
 from tiers.connector.scheduler.lookups import Lookup
@@ -240,11 +240,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._opener = IoExecutor(1, "open")
         self._reader = IoExecutor(READERS, "fetch")
         self._writer = IoExecutor(1, "store")
-        # One that verifies by a way of its own may checksum what is no more the block.
-        self._lends = opens_ours(spec) or not spec.verifies
-        most = batch_blocks(self._row_bytes)
+        self._put_blocks = most = batch_blocks(self._row_bytes)
         self._part_blocks = min(most, PART_BYTES // self._row_bytes) or 1
-        self._put_blocks = most if self._lends else self._part_blocks
         self._scratch = threading.local()
         self._join()
         if self._opening is not None:
@@ -392,7 +389,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def _put(self, job: RowJob, store: Guarded) -> None:
         for some in job.parts:
-            blocks = self._lent(job, some) if self._lends else self._copied(job, some)
+            space = space_of(self._engine.namespace(), job.tag)
+            blocks = [RowBlock(space + name, self._row(row), job, row) for name, row in some]
             if job.is_over:
                 return
             held = store.put(blocks)
@@ -401,16 +399,6 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
                 # Of a generation, which nobody else has. Other blocks may be those that another
                 # engine has stored meanwhile; one of ours that is damaged goes when it is read.
                 store.drop([block.key for block in blocks])
-
-    def _lent(self, job: RowJob, some: Pairs) -> list[Block]:
-        space = space_of(self._engine.namespace(), job.tag)
-        return [RowBlock(space + name, self._row(row), job, row) for name, row in some]
-
-    def _copied(self, job: RowJob, some: Pairs) -> list[Block]:
-        blocks = self._blocks(job, some)
-        for (_, row), block in zip(some, blocks, strict=True):
-            job.copy(row, self._row(row), block.payload)
-        return blocks
 
     # -- both --------------------------------------------------------------------------------
 

