@@ -189,7 +189,6 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(loading, "wait_a_moment", lambda futures: None)
         for module in (cuda, loading, offloading_worker, checksums):
             patch.setattr(module, "wait", self.threads.wait)
-        patch.setattr(host_slots, "Prefault", lambda *_: None)  # a thread, which no model waits for
         self.tells_of_sleep = tells_of_sleep
         opener = partial(StreamedCopier, in_step=not tells_of_sleep)
         options |= {"open_copier": opener, "make_worker": StreamedWorker, "now": self.clock}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from math import lcm
 import torch
 
 from spec.fields import format_size
-from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.numa import bind
 from tiers.errors import TierUnusable
 from tiers.host.slots import slot_stride
@@ -26,10 +24,6 @@ logger = logging.getLogger(__name__)
 REGISTER_BYTES = 64 << 20
 """Most bytes that are provided or pinned by one call, but for a slot that is larger: what is
 unpinned and given back at once. Drivers refuse calls of 512 GiB, and on some hosts of 96."""
-AHEAD = 256 << 20
-"""Bytes to provide beyond those in use: a third of a second's work, and all that is wasted on a
-pool that is never filled."""
-_STEP = 4 << 20
 STEP = 1 << 30
 """Bytes provided and pinned between two checks of the memory left."""
 PROVIDERS = 4
@@ -248,59 +242,3 @@ class PinningLog:
 def _populate(address: int, size: int) -> None:
     if _madvise(address, size, MADV_POPULATE_WRITE) != 0:
         ctypes.memset(address, 0, size)  # an older kernel; fresh memory is zero already
-
-
-class Prefault:
-    """Provides the pages of a range, from its start, `AHEAD` bytes before they are used.
-
-    The first touch of a page costs four times as much as copying into it (about 0.8 s per GiB, in
-    a virtual machine); here only this object's thread pays for it. It changes no content, so it may
-    run beside copies into the same pages. Does nothing on Linux before 5.14.
-    """
-
-    def __init__(self, address: int, length: int) -> None:
-        """`address`: page-aligned start of the range, which stays mapped until `close` returns."""
-        self._address = address
-        self._length = length
-        self.done = 0
-        """Bytes provided, from the start."""
-        self._wanted = min(AHEAD, length)
-        self._is_closed = False
-        # Without it a use could be recorded between the thread's check and its wait.
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kvtiers-prefault", daemon=True)
-        self._thread.start()
-
-    def used(self, end: int) -> None:
-        """Record that the first `end` bytes of the range are in use. Does not wait."""
-        if min(end + AHEAD, self._length) > self._wanted:
-            with self._changed:
-                self._wanted = min(end + AHEAD, self._length)  # which may be less by now
-                self._changed.notify()
-
-    def resize(self, length: int) -> None:
-        """The range has another length; what was beyond it is provided anew when it is used."""
-        with self._changed:
-            self._length = length
-            self._wanted, self.done = min(self._wanted, length), min(self.done, length)
-
-    def _run(self) -> None:
-        widen_affinity()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self.done < self._wanted)
-                if self._is_closed:
-                    return
-                start = self.done // mmap.PAGESIZE * mmap.PAGESIZE
-                size = min(_STEP, self._length - start)
-            if _madvise(self._address + start, size, MADV_POPULATE_WRITE) != 0:
-                return
-            with self._changed:  # the range may have been cut meanwhile
-                self.done = min(start + size, self._length)
-
-    def close(self) -> None:
-        """End the thread, which takes milliseconds. Idempotent."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join()

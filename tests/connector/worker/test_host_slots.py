@@ -177,13 +177,9 @@ def test_slots_that_are_given_back_hold_no_block(tmp_path: Path) -> None:
     assert host.wait_and_verify([3, 4, 7], [b"key3", b"key4", b"key7"]) == [True, False, False]
     assert not any(map(host.is_intact, range(4, 8)))
     assert host.checksums.of(range(4, 8)) == [None] * 4
-    ahead = host._prefault
-    assert ahead is not None and ahead.done <= 4 << 12
     assert host.prepare_resize("cpu", 16 << 12) == ""
     host.resize("cpu", 16 << 12)
     assert settled(host) == 16 and host.wait_and_verify([7], [b"key7"]) == [False]
-    host.gather([StoreItem(b"last", 15, 0)])
-    wait_for(lambda: ahead.done == 16 << 12)
     host.close()
 
 
@@ -251,6 +247,24 @@ def test_what_there_is_no_memory_for_is_refused_and_changes_nothing(tmp_path: Pa
     assert "256KiB of addresses were set aside" in host.prepare_resize("cpu", 65 << 12)
     assert settled(host) == 8
     assert host.prepare_resize("cpu", 40 << 12) == ""
+    host.close()
+
+
+def test_memory_that_slots_have_already_is_not_asked_for_again(tmp_path: Path) -> None:
+    """It is taken when they are first filled, and given back with them."""
+    host = growing(tmp_path)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 16 kB\n")
+    assert "16KiB can be had" in host.prepare_resize("cpu", 11 << 12)
+    host.gather([StoreItem(b"key", 7, 0)])
+    host.gather([StoreItem(b"other", 2, 1)])
+    assert host.prepare_resize("cpu", 11 << 12) == ""
+    host.abort_resize()
+    host.prepare_resize("cpu", 4 << 12)
+    host.resize("cpu", 4 << 12)
+    host.vacated(4, resizes=1)
+    assert settled(host) == 4
+    assert "16KiB can be had" in host.prepare_resize("cpu", 8 << 12)
+    assert host.prepare_resize("cpu", 7 << 12) == ""
     host.close()
 
 

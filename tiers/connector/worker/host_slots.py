@@ -23,7 +23,7 @@ from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import NotPinned, Prefault, SlotMemory
+from tiers.host.slot_memory import NotPinned, SlotMemory
 from tiers.host.slots import slot_stride
 from tiers.host.spare_memory import for_slots, reservable_memory, spare_memory
 from tiers.records import NamespaceNote
@@ -64,7 +64,9 @@ class HostSlots:
         self._users = 0
         self._copier: Copier | None = None
         self._memory: SlotMemory | None = None
-        self._prefault: Prefault | None = None
+        self._last = -1
+        """The last slot that was ever filled, of those that there are. They are handed out from the
+        first on, so that those before it have their memory."""
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
         self.checksums = Checksums(lambda: self.memory)
@@ -89,8 +91,6 @@ class HostSlots:
         if self._shortage and not self._size.capacity and self.engine.rank == 0:
             line = "staging has only %d slots for blocks in flight: %s"
             logger.warning(line, len(rows), self._shortage)
-        if len(rows) and not self._copier.pin:  # what is pinned is there already
-            self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
 
     def _allocate(self, pin: bool) -> SlotMemory:
         """Allocate the slots, or fewer if memory is short; the handshake reports the shortage."""
@@ -151,10 +151,10 @@ class HostSlots:
         with self._fitting:
             if slots <= len(self.memory.rows):
                 return ""
-            pin, done = self.copier.pin, self._prefault.done if self._prefault else 0
+            pin = self.copier.pin  # else memory is taken when it is used
             try:
-                there = len(self.memory.rows) * slot_stride(self.payload_bytes) if pin else done
-                self._check_room(slots, pin, there)
+                there = len(self.memory.rows) if pin else self._last + 1
+                self._check_room(slots, pin, there * slot_stride(self.payload_bytes))
                 self.memory.grow(slots, self._check_step)
             except (TierUnusable, OSError) as error:
                 self._next_size, self._wanted = before
@@ -168,8 +168,6 @@ class HostSlots:
         self._resizes += 1
         if self._size == self._next_size:
             self._wanted = 0
-        if self._prefault is not None:
-            self._prefault.resize(self._kept * slot_stride(self.payload_bytes))
 
     def abort_resize(self) -> None:
         """Give back what was prepared."""
@@ -189,8 +187,7 @@ class HostSlots:
             stride, before = slot_stride(self.payload_bytes), len(self.memory.rows)
             # What is wanted first, each time: `resize` keeps it before it is wanted no more.
             keep = max(self._wanted, self._kept)
-            if self._prefault is not None:
-                self._prefault.resize(min(before, keep) * stride)
+            self._last = min(self._last, keep - 1)
             for slot in range(keep, before):
                 if slot % 1024 == 0:
                     time.sleep(0.001)  # let the engine's thread have the interpreter
@@ -318,9 +315,8 @@ class HostSlots:
 
     def empty(self, slots: Sequence[int]) -> None:
         """Let these slots hold nothing: they are about to be filled."""
-        if self._prefault is not None:
-            # The scheduler hands slots out from the first on, so the last is how far it has come.
-            self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
+        if (last := max(slots, default=-1)) > self._last:  # else the mover may have lowered it
+            self._last = last
         for slot in slots:
             self._holds.pop(slot, None)
             self._gathers.pop(slot, None)
@@ -356,8 +352,6 @@ class HostSlots:
         if self._users == 0 and self._copier is not None:
             self._copier.close()
             self.checksums.close()
-            if self._prefault is not None:
-                self._prefault.close()
             self._wanted = len(self.memory.rows) + self._kept  # what is given back goes at once
             self._mover.shutdown(wait=True, cancel_futures=True)
             self.memory.close()
