@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch, stitched
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
+from tiers.contract.messages import LookupTimes
 from tiers.loading.comparison import Comparison
 from tiers.loading.load_cost import LoadCost
 
@@ -66,7 +68,11 @@ class Ours(Foreign):
 
     def load_blocks(self, *_: object) -> None: ...
 
-    why_nothing = lookup_times = load_blocks
+    why_nothing = load_blocks
+
+    def lookup_times(self, request: FakeRequest) -> LookupTimes:
+        """It answers when it is asked."""
+        return LookupTimes(waited=math.inf)
 
 
 class Chain:
@@ -78,10 +84,12 @@ class Chain:
         load: Any = "stitched",
         always: bool = False,
         following: Collection[int] = (),
+        max_wait: float = math.inf,
     ) -> None:
         self.clock = Clock(1000.0)
         self.children: list[Any] = [one(self.clock) for one in make]
-        requests = RequestTable(EngineInfo({}, BLOCK, BLOCK, num_blocks=0), now=self.clock)
+        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=0)
+        requests = RequestTable(engine, now=self.clock, max_wait=max_wait)
         costs = {i: c.load_cost for i, c in enumerate(self.children) if isinstance(c, Ours)}
         comparison = self.comparison = Comparison(BLOCK, costs, self.clock, always)
         comparison.prefill.measured(TOKENS, TOKENS / 1000)
@@ -288,7 +296,7 @@ def test_a_tier_whose_lookups_take_longer_than_they_save_is_not_waited_for_again
 
 def test_how_long_lookups_are_expected_to_take() -> None:
     clock = Clock(1000.0)
-    latency, state = LookupLatency(clock), Chain(ours(None)).state
+    latency, state, tier = LookupLatency(clock), Chain(ours(None)).state, Ours(None, FAST, 0, clock)
 
     def left(*waited: float) -> list[float]:
         """What is left of the wait of a request, before and after it has waited."""
@@ -301,16 +309,27 @@ def test_how_long_lookups_are_expected_to_take() -> None:
         return found
 
     assert left(2.0) == [0.0, 2.0], "as long again"
-    latency.answered(0, state)
+    latency.answered(0, state, tier)
     assert left(0.5) == [2.0, 1.5]
-    latency.answered(0, state)
-    latency.answered(0, state)
+    latency.answered(0, state, tier)
+    latency.answered(0, state, tier)
     assert left(1.0) == pytest.approx([1.55, 1.0]), "0.3 of it is the last one's"
     latency.decided(state)
     assert not state.looking
     assert left(0.1) == pytest.approx([2.0, 1.9]), "a wait in vain counts twice"
     latency.decided(state)
     assert left() == pytest.approx([1.96]), "and is forgotten by and by"
+
+
+def test_a_lookup_without_an_answer_took_no_longer_than_a_request_waits_for_one() -> None:
+    """However long the engine asked nobody."""
+    chain = Chain(ours(None), max_wait=4.0)
+    latency, state = LookupLatency(chain.clock), chain.state
+    assert latency.left(0, state) == 0.0
+    chain.clock.now += 30.0
+    assert latency.left(0, state) == 1.0
+    latency.decided(state)
+    assert latency.left(0, state) == 2.0
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)

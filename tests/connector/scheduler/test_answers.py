@@ -4,6 +4,7 @@ and nothing is looked up again that can't have changed."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
@@ -72,20 +73,23 @@ class Halves:
         in_flight: int = 1 << 20,
         opens: bool = True,
         groups: tuple[KVGroup, ...] = (),
+        store: Names | None = None,
+        **more: Any,
     ) -> None:
-        """`in_flight`: blocks that the index takes at once. `opens`: now, else by `open`."""
-        self.clock, self.index = Clock(100.0), IndexedNames()
+        """`in_flight`: blocks that the index takes at once. `opens`: now, else by `open`. `store`:
+        one without an index, in its place. `more`: other keys of the chain."""
+        self.clock, self.index = Clock(100.0), store or IndexedNames()
         slot = slot_stride(PAYLOAD) * RANKS
         most = in_flight * slot
         spec = ChainSpec(
             version=1,
-            load_when="always",
             load_policy=load,
             staging=4 * BLOCKS * slot,
             tiers=(
                 CpuSpec(capacity=cpu_blocks * slot),
                 IndexSpec(type="index", name="index", max_inflight=most).over(self.index),
             ),
+            **{"load_when": "always", **more},
         )
         facts: dict[str, Any] = {"world_size": RANKS, "caches_prefixes": False, "groups": groups}
         engine = EngineInfo({}, TOKENS, TOKENS, 1, **facts)
@@ -152,6 +156,39 @@ class Halves:
     def _names(self, keys: Sequence[bytes]) -> set[bytes]:
         tag = self.chain._requests.generation.tag
         return {space_of(space, tag) + key for space in SPACES for key in keys}
+
+
+@pytest.mark.parametrize(("answers", "held", "waits"), [(0.0, 6.0, True), (6.0, 0.0, False)])
+def test_what_a_request_waits_for_the_engine_is_no_time_of_a_lookup(
+    answers: float, held: float, waits: bool
+) -> None:
+    """A step whose prompts take all that it may compute asks nobody else. A prompt takes 3.2 s to
+    compute."""
+    halves = Halves(BLOCKS, store=Names(), load_when="sooner", max_wait="100s")
+    halves.chain.computed(1000, 1.0)
+    is_asked = threading.Event()
+    has = halves.index.has
+
+    def slow(keys: Sequence[bytes]) -> list[bool]:
+        assert is_asked.wait(20)
+        is_asked.clear()
+        return has(keys)
+
+    halves.index.has = slow  # type: ignore[method-assign]
+    for number in range(8):
+        prompt = Prompt(number, BLOCKS)
+        assert halves.chain.get_num_new_matched_tokens(prompt, 0)[0] is None or not waits
+        halves.clock.now += answers
+        is_asked.set()
+        tier: Any = halves.chain.children[1]
+        asked = tier._tier.request(halves.chain._requests.of(prompt)).lookup.asked
+        wait_for(asked.answer.done)
+        halves.clock.now += held
+        halves.chain.get_num_new_matched_tokens(prompt, 0)
+        halves.chain.update_state_after_alloc(prompt, prompt, 0)
+        halves.chain.request_finished(prompt, [])
+    assert (halves.chain.get_num_new_matched_tokens(Prompt(9, BLOCKS), 0)[0] is None) == waits
+    is_asked.set()
 
 
 def test_a_prompt_that_waits_is_looked_up_once() -> None:

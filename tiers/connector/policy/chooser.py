@@ -22,7 +22,7 @@ from tiers.connector.policy.choice import (
 )
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
-from tiers.explain.notes import UNNOTED, Attempt
+from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.comparison import Comparison, Wish
 from tiers.loading.shares import LinkCost
 
@@ -231,8 +231,8 @@ class Chooser:
             max(0, self._waiting - (not request_state.has_begun)),
         )
         verdict = comparison.choose(partial(self._propose, question, planned), wish)
-        for child in comparison.meters.keys() - question.looking.keys():
-            self._waits.answered(child, request_state)
+        for child in self._loaders.keys() - question.looking.keys():
+            self._waits.answered(child, request_state, self._loaders[child])
         others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
         if others_look or comparison.hopes(hopes, verdict, wish):
@@ -448,24 +448,30 @@ request waits again and measures anew."""
 class LookupLatency:
     """Expected latency of each tier's lookups, over those that are not answered at once.
 
-    `RequestState.looking` has, by child, when a request began to wait for an answer.
+    `RequestState.looking` has, by child, when a request began to wait for an answer. An engine
+    asks again when it has room for more, perhaps many steps later: an answer that lay until then
+    took what the tier did, and one that is missing `lookup_seconds` at most.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._usual: dict[int, float] = {}
 
+    def _waited(self, request_state: RequestState, since: float) -> float:
+        return min(self._now() - since, request_state.wait_budget.lookup_seconds)
+
     def left(self, child: int, request_state: RequestState) -> float:
         """Estimated seconds until the answer; at least as many as were waited already."""
-        now = self._now()
-        waited = now - request_state.looking.setdefault(child, now)
+        since = request_state.looking.setdefault(child, self._now())
+        waited = self._waited(request_state, since)
         return max(self._usual.get(child, 0.0) - waited, waited)
 
-    def answered(self, child: int, request_state: RequestState) -> None:
+    def answered(self, child: int, request_state: RequestState, tier: Explained) -> None:
         """Take in that `child` has answered; an answer that nobody waited for is no sample."""
         since = request_state.looking.pop(child, None)
         if since is not None:
-            waited = self._now() - since
+            times = tier.lookup_times(request_state.request)
+            waited = min(times.waited - times.notice, self._waited(request_state, since))
             usual = self._usual.get(child, waited)
             self._usual[child] = KEEP * usual + (1 - KEEP) * waited
 
@@ -473,6 +479,6 @@ class LookupLatency:
         """The request begins, without waiting for the answers that are missing."""
         for child, since in request_state.looking.items():
             # A wait in vain is expected to take as long again.
-            in_vain = 2 * (self._now() - since)
+            in_vain = 2 * self._waited(request_state, since)
             self._usual[child] = max(FADE * self._usual.get(child, 0.0), in_vain)
         request_state.looking.clear()

@@ -546,7 +546,7 @@ class WaitBudget:
 
     def __init__(self, now: Callable[[], float], max_wait: float = math.inf) -> None:
         self._now = now
-        self._lookup_seconds = lookup_seconds(max_wait)
+        self.lookup_seconds = lookup_seconds(max_wait)
         self._left = max_wait
         self._looking: float | None = None
         self._loading: float | None = None
@@ -568,7 +568,7 @@ class WaitBudget:
 
     def found(self) -> None:
         if self._looking is not None:
-            self._left -= min(self._now() - self._looking, self._lookup_seconds)
+            self._left -= min(self._now() - self._looking, self.lookup_seconds)
             self._looking = None
 
     def loads(self) -> None:
