@@ -372,6 +372,67 @@ def test_the_engine_is_measured_also_where_everything_could_be_loaded() -> None:
     assert times[-1] == pytest.approx(1.024)
 
 
+HIT = 130, [2048]
+"""A prompt of which all but 32 tokens are held: too few to measure the engine by."""
+
+
+@pytest.mark.parametrize(
+    ("before", "slow", "within"), [(0, 8.0, 30), (0, 60.0, 120), (50, 30.0, 5)]
+)
+def test_one_slow_step_does_not_condemn_the_engine(before: int, slow: float, within: int) -> None:
+    """A kernel that is compiled, or a frozen container. It is measured again though a tier, which
+    is sooner by that measure, leaves it too little to compute."""
+    made = World((0.0, 500.0), prefill=5000.0)
+    for _ in range(before):
+        made.run(*HIT)
+    made.comparison.prefill.measured(2080, slow)
+    for _ in range(within):
+        made.run(*HIT)
+    assert sum(made.run(*HIT) for _ in range(20)) < 20 * 1.1 * 2080 / 5000
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.4, 2.5, 20.0])
+def test_an_engine_that_has_become_another_is_known_within_few_requests(factor: float) -> None:
+    made = World((0.0, 1.0), prefill=1000.0)
+    made.run_many(20)
+    made.prefill *= factor
+    made.run_many(4)
+    each = made.comparison.prefill.seconds_per_token
+    assert each == pytest.approx(1 / made.prefill, rel=0.75)
+
+
+@pytest.mark.parametrize("rate", [20_000.0, 1e6])
+def test_measuring_the_engine_again_costs_little(rate: float) -> None:
+    made = world((0.0, rate), prefill=5000.0)
+    made.run(*HIT)
+    times = [made.run(*HIT) for _ in range(1000)]
+    usual = 2048 / rate + 32 / 5000
+    assert sum(times) < 1.011 * 1000 * usual
+    assert sum(taken > 1.001 * usual for taken in times) < 100
+
+
+def test_an_engine_that_is_measured_anyway_is_not_probed() -> None:
+    made = world((0.0, 20_000.0), prefill=5000.0)
+    made.run(*HIT)
+    times = [made.run(HIT[0] + 4, HIT[1]) for _ in range(300)]
+    assert times == pytest.approx([2048 / 20_000 + 96 / 5000] * 300)
+
+
+def test_the_engine_is_not_measured_by_much_more_than_is_due() -> None:
+    """Of this prefix a tier has its end alone, or nothing but the first blocks."""
+    made = world((0.0, 20_000.0), prefill=5000.0)
+    made.run(*HIT)
+
+    def propose(but: Collection[int], most: int | None) -> SimPlan | None:
+        blocks = 128 if most is None or most >= 128 else 4
+        return None if 0 in but else SimPlan([(0, blocks)], BLOCK)
+
+    for _ in range(300):
+        found = made.comparison.choose(propose, Wish(HIT[0]))
+        assert found.plan is not None and found.plan.tokens == 2048
+        made.comparison.decided((0,), found.probed, found.seconds)
+
+
 def test_a_tier_that_is_still_looking_is_waited_for_while_that_can_pay() -> None:
     made = world(FAST)
     made.run_many(5)
@@ -600,6 +661,8 @@ def test_one_load_may_be_an_outlier_and_two_are_how_the_tier_is_now() -> None:
     for loads, expected in ((1, 3.4), (2, 100.0)):
         line = loaded(*usual, *[odd] * loads).line
         assert line is not None and line.seconds(1000) == pytest.approx(expected, rel=0.01)
+    line = loaded(*usual, odd, (1000, 0.001, WHOLE)).line
+    assert line is not None and line.seconds(1000) > 1.0, "out on the other side"
 
 
 def test_loads_of_nearly_one_size_do_not_tell_what_each_costs_beside_its_tokens() -> None:

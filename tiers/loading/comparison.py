@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
+from tiers.loading.load_cost import LEAST_TOKENS, LoadCost, Outliers
 from tiers.loading.shares import LinkCost
 
 MARGIN = 0.05
@@ -22,6 +22,8 @@ FIRST_PATIENCE = 2.0
 BLIND = 8
 """Requests that load before the engine has been measured. Those that follow compute half of their
 prefix until it is, where they leave it nothing to be measured by."""
+ENGINE = -1
+"""Stands for the engine among the places of tiers, where it is probed."""
 
 P = TypeVar("P", bound="Plan")
 
@@ -65,8 +67,8 @@ class Verdict(NamedTuple, Generic[P]):
     `load`: seconds that its loads take. `saved`: seconds, beside computing all. `passed`: tiers
     that have tokens which are computed, since that is sooner; `slowed`: those of them that are
     later only by what the engine takes beside a load. `probed`: the tier that loads only to be
-    measured. `seconds`: until the end of the prompt. `within`: seconds after which the load is
-    ended.
+    measured, or `ENGINE`, which computes so. `seconds`: until the end of the prompt. `within`:
+    seconds after which the load is ended.
     """
 
     plan: P | None
@@ -92,7 +94,8 @@ class Comparison:
     start is served as any other. What that costs at most is computing twice, for the requests that
     come before its first load has ended: what has arrived by then is used, and is its measure. A
     tier that requests skip is probed now and then (see `Exploration`): a request loads its first
-    blocks from there, and the rest as it would have.
+    blocks from there, and the rest as it would have. So is the engine where loads leave it little
+    to compute, since a step may have taken long by accident: a request computes its last blocks.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class Comparison:
             found = self._probing(propose, wish, found)
         if self.always:
             return found
+        found = self._measuring(propose, wish, found)
         if each is None:
             return found._replace(within=max(FIRST_PATIENCE, 2 * found.load))
         return found._replace(within=max(LEAST_PATIENCE, found.load + whole * each))
@@ -183,7 +187,9 @@ class Comparison:
         """A request begins that takes `seconds`, and loads from the tiers `used`."""
         if used and self.token_seconds is None:
             self._blind += 1
-        for tier in self.meters:
+        if self.prefill.longest >= self._probes.length(ENGINE) * self._size:
+            used, self.prefill.longest = [*used, ENGINE], 0
+        for tier in (*self.meters, ENGINE):
             if tier == probed:
                 self._probes.made(tier)
             elif tier in used:
@@ -212,7 +218,6 @@ class Comparison:
                     best = Verdict(plan, 0.0, plan.tokens * token_worth)
                 break
             planned = plan.tokens
-            plan = self._shortened(propose, cut, plan, wish) or plan
             worth = plan.tokens * token_worth
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
@@ -226,18 +231,6 @@ class Comparison:
                     break
             cut[last] = planned
         return best._replace(slowed=slowed), cut
-
-    def _shortened(
-        self, propose: Propose[P], cut: Collection[int], plan: P, wish: Wish
-    ) -> P | None:
-        """Half of the plan, where the engine is to be measured; None: it is not, or can't be."""
-        if self.always or self.token_seconds is not None or self._blind < BLIND:
-            return None
-        half = plan.tokens // 2
-        if wish.blocks * self._size - plan.tokens >= MIN_TOKENS or half < MIN_TOKENS:
-            return None
-        shorter = propose(cut, max(half // self._size, self._probes.least))
-        return shorter if shorter is not None and shorter.parts else None
 
     # -- probes ------------------------------------------------------------------------------
 
@@ -259,6 +252,28 @@ class Comparison:
                 load = max(found.load, seconds)
                 return found._replace(plan=plan, load=load, probed=tier, passed=left)
         return found
+
+    def _measuring(self, propose: Propose[P], wish: Wish, found: Verdict[P]) -> Verdict[P]:
+        """The verdict with so much less to load that the engine is measured, if that is due."""
+        plan, each = found.plan, self.prefill.seconds_per_token
+        if plan is None or not plan.parts or found.probed is not None:
+            return found
+
+        def is_due(tokens: int) -> bool:
+            if each is None:
+                left = wish.blocks * self._size - plan.tokens
+                return self._blind >= BLIND and left < MIN_TOKENS
+            return self._probes.is_due(ENGINE, tokens * each)
+
+        blocks = plan.tokens // self._size
+        half = blocks // 2
+        less = half if each is None else min(half, self._probes.length(ENGINE))
+        if less * self._size < MIN_TOKENS or not is_due(less * self._size):
+            return found
+        shorter = propose(self.meters.keys() - plan.parts.keys(), blocks - less)
+        if shorter is None or not shorter.parts or not is_due(plan.tokens - shorter.tokens):
+            return found  # it could end only long before
+        return found._replace(plan=shorter, probed=ENGINE)
 
     def _probe(self, propose: Propose[P], wish: Wish, tier: int) -> P | None:
         """What a tier alone would load of the first blocks, with which it is to be probed."""
@@ -297,6 +312,9 @@ class PrefillRate:
         self._number = 0
         self._last_end = -math.inf
         self._tokens = self._seconds = 0.0
+        self._outliers = Outliers()
+        self.longest = 0
+        """Tokens of the longest step measured since somebody set it to 0."""
         self.short_step: float | None = None
         """Seconds of the last step of fewer tokens; None: there was none."""
 
@@ -329,6 +347,11 @@ class PrefillRate:
         if tokens < MIN_TOKENS:
             self.short_step = seconds
             return False
+        if (each := self.seconds_per_token) is not None:
+            seconds, has_changed = self._outliers.clamp(seconds, max(tokens * each, 1e-9))
+            if has_changed:
+                self._tokens = self._seconds = 0.0
+        self.longest = max(self.longest, tokens)
         self._tokens = KEEP * self._tokens + tokens
         self._seconds = KEEP * self._seconds + seconds
         return True

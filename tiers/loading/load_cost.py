@@ -181,7 +181,21 @@ class LoadCost:
 KEEP = 0.7
 """Weight of all earlier samples when one comes in: the last three or so decide."""
 REACH = 8.0
-"""An outlier is clamped to this factor of the expected seconds; two in a row restart the fit."""
+"""An outlier is clamped to this factor of the expected seconds."""
+
+
+class Outliers:
+    """Tells an outlier from what has changed: the second in a row that is out on the same side."""
+
+    def __init__(self) -> None:
+        self._side = 0
+
+    def clamp(self, seconds: float, expected: float) -> tuple[float, bool]:
+        """The seconds that count, and whether none of before does any more."""
+        within = min(max(seconds, expected / REACH), expected * REACH)
+        before, self._side = self._side, (seconds > within) - (seconds < within)
+        has_changed = self._side == before != 0
+        return seconds if has_changed else within, has_changed
 
 
 class LinearFit(NamedTuple):
@@ -203,19 +217,16 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self.line: LinearFit | None = None
-        self._odd = False
+        self._outliers = Outliers()
         self._sums = [0.0] * 5
         """Weighted, of 1, x, y, x^2 and xy."""
 
     def add(self, amount: float, seconds: float) -> None:
         """Take in a sample: `amount`, more than 0, took `seconds`."""
         expected = max(self.line.seconds(amount), 1e-9) if self.line is not None else seconds
-        within = min(max(seconds, expected / REACH), expected * REACH)
-        was_odd, self._odd = self._odd, within != seconds
-        if was_odd and self._odd:
+        seconds, has_changed = self._outliers.clamp(seconds, expected)
+        if has_changed:
             self._sums = [0.0] * 5
-        else:
-            seconds = within
         x, y = 1 / amount, seconds / amount
         terms = (1.0, x, y, x * x, x * y)
         self._sums = [KEEP * before + term for before, term in zip(self._sums, terms, strict=True)]

@@ -39,6 +39,7 @@ from tiers.contract.messages import (
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import slot_stride
 from tiers.lab.replay.requests import CachedRequests, NewRequest
+from tiers.loading.comparison import FIRST_PATIENCE
 from tiers.store import batch_blocks
 from tiers.testing import GivenSpec
 from tiers.wrappers.guard import HEALTHY, Guarded
@@ -189,6 +190,22 @@ def test_what_a_request_waits_for_the_engine_is_no_time_of_a_lookup(
         halves.chain.request_finished(prompt, [])
     assert (halves.chain.get_num_new_matched_tokens(Prompt(9, BLOCKS), 0)[0] is None) == waits
     is_asked.set()
+
+
+def test_a_load_is_no_measure_beyond_its_own_time_limit() -> None:
+    """A worker that was frozen for an hour during the first load of a tier."""
+    halves = Halves(BLOCKS, load_when="sooner")
+    halves.store(1, BLOCKS, tiers="i")
+    prompt = Prompt(1, BLOCKS, 9)
+    halves.chain.get_num_new_matched_tokens(prompt, 0)
+    halves.chain.update_state_after_alloc(prompt, prompt, BLOCKS * TOKENS)
+    (job,) = halves.chain.build_connector_meta(Step([], {})).metadata[1].reqs_to_load
+    ends = {job.job_id: JobResult(RANKS, seconds=3600.0)}
+    halves.hear([OffloadingWorkerMetadata(), OffloadingWorkerMetadata(jobs=ends)])
+    tier: Any = halves.chain.children[1]
+    assert job.seconds == FIRST_PATIENCE
+    assert tier.load_cost.seconds(BLOCKS * TOKENS) == pytest.approx(FIRST_PATIENCE)
+    halves.chain.request_finished(prompt, [])
 
 
 def test_a_prompt_that_waits_is_looked_up_once() -> None:

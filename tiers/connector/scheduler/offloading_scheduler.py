@@ -399,7 +399,9 @@ class OffloadingScheduler(SchedulerConnector):
         failed = {load.of_block[index] for index in result.failed}
         arrived = self._tokens(len(load.blocks) - len(failed))
         excused = result.late or result.outdated
-        self.load_cost.ended(job.job_id, result.seconds, not failed, arrived, excused)
+        # Of a worker that was stopped meanwhile it may be hours, of which the tier took no more.
+        seconds = min(result.seconds, job.seconds)
+        self.load_cost.ended(job.job_id, seconds, not failed, arrived, excused)
         self.note(**self.load_cost.gauges())
         self.manager.complete_load([i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(result.lost)]
