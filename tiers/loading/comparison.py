@@ -187,8 +187,6 @@ class Comparison:
         """A request begins that takes `seconds`, and loads from the tiers `used`."""
         if used and self.token_seconds is None:
             self._blind += 1
-        if self.prefill.longest >= self._probes.length(ENGINE) * self._size:
-            used, self.prefill.longest = [*used, ENGINE], 0
         for tier in (*self.meters, ENGINE):
             if tier == probed:
                 self._probes.made(tier)
@@ -256,24 +254,26 @@ class Comparison:
     def _measuring(self, propose: Propose[P], wish: Wish, found: Verdict[P]) -> Verdict[P]:
         """The verdict with so much less to load that the engine is measured, if that is due."""
         plan, each = found.plan, self.prefill.seconds_per_token
+        loaded = 0 if plan is None else plan.tokens // self._size
+        less = self._probes.length(ENGINE)
+        if wish.blocks - loaded >= less:
+            self._probes.measured(ENGINE)
+            return found
         if plan is None or not plan.parts or found.probed is not None:
             return found
 
-        def is_due(tokens: int) -> bool:
+        def is_due(blocks: int) -> bool:
             if each is None:
-                left = wish.blocks * self._size - plan.tokens
-                return self._blind >= BLIND and left < MIN_TOKENS
-            return self._probes.is_due(ENGINE, tokens * each)
+                return self._blind >= BLIND
+            return self._probes.is_due(ENGINE, blocks * self._size * each)
 
-        blocks = plan.tokens // self._size
-        half = blocks // 2
-        less = half if each is None else min(half, self._probes.length(ENGINE))
-        if less * self._size < MIN_TOKENS or not is_due(less * self._size):
+        less = loaded // 2 if each is None else min(less, loaded // 2)
+        if less < self._probes.least or not is_due(less):
             return found
-        shorter = propose(self.meters.keys() - plan.parts.keys(), blocks - less)
-        if shorter is None or not shorter.parts or not is_due(plan.tokens - shorter.tokens):
-            return found  # it could end only long before
-        return found._replace(plan=shorter, probed=ENGINE)
+        shorter = propose(self.meters.keys() - plan.parts.keys(), loaded - less)
+        if shorter and shorter.parts and is_due(loaded - shorter.tokens // self._size):
+            return found._replace(plan=shorter, probed=ENGINE)
+        return found  # it could end only long before
 
     def _probe(self, propose: Propose[P], wish: Wish, tier: int) -> P | None:
         """What a tier alone would load of the first blocks, with which it is to be probed."""
@@ -313,8 +313,6 @@ class PrefillRate:
         self._last_end = -math.inf
         self._tokens = self._seconds = 0.0
         self._outliers = Outliers()
-        self.longest = 0
-        """Tokens of the longest step measured since somebody set it to 0."""
         self.short_step: float | None = None
         """Seconds of the last step of fewer tokens; None: there was none."""
 
@@ -351,7 +349,6 @@ class PrefillRate:
             seconds, has_changed = self._outliers.clamp(seconds, max(tokens * each, 1e-9))
             if has_changed:
                 self._tokens = self._seconds = 0.0
-        self.longest = max(self.longest, tokens)
         self._tokens = KEEP * self._tokens + tokens
         self._seconds = KEEP * self._seconds + seconds
         return True
