@@ -272,7 +272,8 @@ class RecentBlocks(NamedTuple):
 
 @runtime_checkable
 class Recent(Protocol):
-    """Capability: the store knows which blocks were used last."""
+    """Capability: the store knows which blocks were used last. A `get` for `warm` is no use of
+    them: see `is_use`."""
 
     def recent(self, namespace: bytes, count: int, before: int | None = None) -> RecentBlocks:
         """Some of the blocks whose keys begin with `namespace`, `count` at most, from the place
@@ -333,6 +334,8 @@ def required(store: TierStore, kind: type[Capability]) -> Capability:
     return found
 
 
+is_use: ContextVar[bool] = ContextVar("is_use", default=True)
+"""Whether a `get` on this thread counts its blocks as used; not where no request asked for them."""
 _waits: ContextVar[Callable[[], float]] = ContextVar("waits", default=lambda: math.inf)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.changing import change, running, served
+from tests.support.clock import Clock
 from tests.support.lacking import refuse_threads
 from tests.support.replay_chains import (
     MODEL,
@@ -26,6 +27,7 @@ from tests.support.replay_chains import (
 from tests.support.topologies import wait_until
 from tiers.connector.scheduler import warming
 from tiers.disk.disk_store import DiskStore
+from tiers.disk.slab import slot_bytes
 from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -110,6 +112,29 @@ def test_the_coldest_of_what_was_loaded_is_evicted_first(
     assert ask(made, PROMPTS[-3])["disk"] == WHOLE
 
 
+def test_what_another_model_uses_of_the_folder_since_is_not_evicted_for_it(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    """The folder has room for what both have stored; the other's was used last."""
+    room = f"{200 * slot_bytes(MODEL.payload_bytes)}B"
+    for salt in ("a", "b"):
+        made = engine(chain_of(cpu(), disk(tmp_path, room), salt=salt), prefix_caching=False)
+        for prompt in PROMPTS:
+            made.generate(prompt, 1)
+            made.settle()
+        made.close()
+    warm = chain_of(cpu(400), disk(tmp_path, room), salt="a", warm={})
+    made = engine(warm, prefix_caching=False)
+    made.run()
+    assert measured(made, "warmed_blocks", "disk") > 90
+    made.close()
+    made = engine(chain_of(disk(tmp_path, room), salt="b"), prefix_caching=False)
+    for number in range(9):
+        made.generate([7, number, *range(40)], 1)
+        made.settle()
+    assert [ask(made, prompt)["disk"] for prompt in PROMPTS] == [WHOLE] * 10
+
+
 def test_a_damaged_block_is_left_out(engine: MakeEngine, tmp_path: Path) -> None:
     stored(engine, tmp_path)
     damage_disk(tmp_path)
@@ -188,6 +213,51 @@ def test_it_stops_when_host_memory_is_needed(
         assert ask(made, prompt) == {"cpu": WHOLE, "disk": 0}
 
 
+@pytest.mark.parametrize(
+    ("lacks", "seconds"), [("has_opened", warming.OPENING_SECONDS), ("reads", 10.0)]
+)
+def test_it_begins_when_its_tiers_are_there_however_late(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str, seconds: float
+) -> None:
+    """An engine without requests makes steps for that only so long."""
+    stored(engine, tmp_path)
+    chain = chain_of(cpu(400), disk(tmp_path), warm={"seconds": "10s"})
+    made = engine(chain, prefix_caching=False)
+    source, clock = scheduler_of(made, 1), Clock(1000.0)
+    waiting = source._warming
+    assert waiting is not None
+    monkeypatch.setattr(waiting, "_now", clock)
+    with monkeypatch.context() as closed:
+        closed.setattr(type(source._tier), lacks, False)
+        for passed in (0.0, seconds - 1.0):
+            clock.now += passed
+            made.step()
+            assert waiting.waits
+        clock.now += 2.0
+        made.step()
+        assert not waiting.waits
+    made.generate([1, 2, 3], 1)
+    made.run()
+    assert measured(made, "warmed_blocks", "disk") == 100
+
+
+@pytest.mark.parametrize("paused", ["reads", "writes"])
+def test_a_tier_that_is_paused_is_not_warmed_from_and_none_is_warmed(
+    engine: MakeEngine, tmp_path: Path, paused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(engine, tmp_path / "disk")
+    caplog.set_level(logging.INFO)
+    (tmp_path / "other").mkdir()
+    host, first = cpu(400), disk(tmp_path / "disk")
+    (first if paused == "reads" else host)["paused"] = paused
+    others = [disk(tmp_path / "other", name="other")]
+    made = engine(chain_of(host, first, *others, warm={}), prefix_caching=False)
+    made.run()
+    assert scheduler_of(made).manager.slots_kept() == 0
+    assert "a tier is paused" in caplog.text
+    assert "of tier 'other'" in caplog.text, "the next store is asked"
+
+
 @pytest.mark.fault
 def test_an_engine_that_idles_makes_no_step_for_a_store_that_hangs(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,6 +286,21 @@ def test_an_engine_that_idles_makes_no_step_for_a_store_that_hangs(
     held = scheduler_of(made).manager.slots_kept()
     assert held == scheduler_of(made).pool.in_use > 0
     assert ask(made, PROMPTS[-1])["cpu"] == WHOLE
+
+
+@pytest.mark.parametrize("above", ["refused", "down"])
+def test_a_store_that_can_not_be_used_leaves_it_to_the_next(
+    engine: MakeEngine, tmp_path: Path, above: str
+) -> None:
+    """One whose path is a link, or a server that answers nobody."""
+    stored(engine, tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path)
+    first = {"type": "redis", "url": "redis://127.0.0.1:1/0"}
+    first = first if above == "down" else disk(tmp_path / "link", name="link")
+    tiers = cpu(400), first, disk(tmp_path / "disk")
+    made = engine(chain_of(*tiers, warm={"seconds": "1s"}), prefix_caching=False)
+    made.run()
+    assert measured(made, "warmed_blocks", "disk") == 100
 
 
 def test_an_encrypted_store_has_no_keys_to_name(
@@ -257,6 +342,22 @@ def test_a_store_that_leaves_meanwhile_ends_it(
         made.run()
         assert 0 < scheduler_of(made).manager.slots_kept() < 100
         assert served(made, PROMPTS[-1]) == {"cpu": WHOLE}
+
+
+@pytest.mark.parametrize("paused", ["reads", "writes"])
+def test_a_pause_meanwhile_ends_it(
+    tmp_path: Path, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, paused: str
+) -> None:
+    monkeypatch.setattr(warming, "JOB_BYTES", 20 * MODEL.payload_bytes)
+    stored(engine, tmp_path)
+    host, store = cpu(400), disk(tmp_path, load_rate=f"{40 * MODEL.payload_bytes}B/s")
+    with running(chain_of(host, store, warm={}), ranks=1, prefix_caching=False) as made:
+        while not measured(made, "warmed_blocks", "disk"):
+            made.step()
+        (store if paused == "reads" else host)["paused"] = paused
+        assert not change(made, chain_of(host, store, warm={})).why
+        made.run()
+        assert 0 < measured(made, "warmed_blocks", "disk") < 100
 
 
 @pytest.mark.parametrize("slots", [25, 800])

@@ -91,9 +91,10 @@ def _warm(chain: ChainSpec, children: Sequence[OffloadingScheduler]) -> None:
     target = next(child for tier, child in pairs if isinstance(tier, HostSpec))
     stores = (child for tier, child in pairs if isinstance(tier, StoreSpec))
 
-    def try_next() -> None:
+    def try_next() -> bool:
         if (store := next(stores, None)) is not None:
             store.warm(spec, target, try_next)
+        return store is not None
 
     try_next()
 

@@ -117,7 +117,7 @@ class Admission:
         """Admit by these settings from now on. What is left of a write budget stays, but for one
         that is new."""
         store = spec if isinstance(spec, StoreSpec) else None
-        self.acceptance.spec = spec
+        self.spec = self.acceptance.spec = spec
         self._max_inflight = store.max_inflight if store is not None else None
         self._share = 1.0 if is_only_tier else INFLIGHT_SHARE
         if spec.admission != self._chosen:

@@ -82,7 +82,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._warming: Warming | None = None
 
     def warm(
-        self, spec: WarmSpec, target: OffloadingScheduler, or_else: Callable[[], None]
+        self, spec: WarmSpec, target: OffloadingScheduler, or_else: Callable[[], bool]
     ) -> None:
         """Load into a host tier what was used last of this one, once both are open; `or_else` where
         this one does not know it."""

@@ -1,6 +1,7 @@
 """What is in host memory after a start? What was used last of a store, loaded before it is asked.
 
     waiting ──both tiers open──> loading ──all loaded, a limit, no free slot, a reset──> over
+       └──it can't be used, is paused, or answers too late──> the next store, if there is one
 
 The store names its blocks on a thread. Each step orders some of them, while no request loads from
 the store: a prefix's first block counts as used last, so that whole prefixes come. A worker reads
@@ -12,6 +13,7 @@ tier admits it, to be evicted before what was used later.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 NAMED_AT_ONCE = 256
 """Blocks that the store names in one call."""
+OPENING_SECONDS = 600.0
+"""For which an engine without requests makes steps until the tiers open; weights are read first."""
 JOB_BYTES = 8 << 20
 """Bytes over all ranks of what one step orders: a request's own load waits behind no more."""
 CLAIM = b"warm "
@@ -46,26 +50,29 @@ class Warming:
         target: Tier,
         jobs: Jobs,
         now: Callable[[], float],
-        or_else: Callable[[], None],
+        or_else: Callable[[], bool],
     ) -> None:
-        """`jobs`: those of the source. `now`: seconds, never going back. `or_else` is called once
-        the source turns out not to know what was used last."""
+        """`jobs`: those of the source. `now`: seconds, never going back. `or_else` has the next
+        store asked once this one turns out not to know what was used last; False: there is none."""
         self._or_else = or_else
         self._spec, self._source, self._target = spec, source, target
         self._jobs, self._now = jobs, now
         self._tag = source.requests.generation.tag
         self._named: deque[bytes] = deque()
         self._naming: Future[str | None] | None = None
-        self._began = now()
-        self._in_flight = 0
-        self._loaded: list[bytes] = []
+        self._first = self._began = math.inf
+        self._in_flight = self._loaded = 0
+        self._before: bytes | None = None
         self._is_over = False
 
     @property
     def waits(self) -> bool:
         """Whether it needs steps, which an engine without requests makes for that. After its
         seconds none, for a store that hangs: its slots come back with any later step."""
-        is_late = self._now() > self._began + self._spec.seconds
+        now = self._now()
+        if self._naming is None:
+            return not self._is_over and now <= self._first + OPENING_SECONDS
+        is_late = now > self._began + self._spec.seconds
         return not self._is_over or (bool(self._in_flight) and not is_late)
 
     def orders(self, is_idle: bool, is_loading: bool) -> list[LoadJob]:
@@ -84,15 +91,26 @@ class Warming:
     def _ends(self) -> bool:
         """Whether it is over by now, or has yet to begin."""
         generation, source, target = self._source.requests.generation, self._source, self._target
+        now, is_asked = self._now(), self._naming is not None
+        is_open = source.has_opened and target.has_opened
+        self._first = min(self._first, now)
+        if not is_asked:
+            self._began = min(self._began, now) if is_open else math.inf
+        is_late = now > self._began + self._spec.seconds
+        is_passed = is_late and (is_asked or self._or_else())
+        if is_late and not is_passed:
+            self._first = -math.inf  # it may come yet, beside requests
         if generation.tag != self._tag or self._tag:
             self._end("the weights may have changed")
-        elif self._now() > self._began + self._spec.seconds:
+        elif is_passed:
             self._end("its seconds are over")
         elif any(tier.has_opened and not tier.usable for tier in (source, target)):
-            self._end("a tier can't be used")
+            self._end("a tier can't be used", or_else=not is_asked)
+        elif not (source.admission.spec.may_load and target.admission.spec.may_store):
+            self._end("a tier is paused", or_else=not is_asked)
         elif self._naming is None:
-            if source.reads and source.open.manager.health().reads and target.usable:
-                self._began = self._now()
+            if is_open and source.reads and source.open.manager.health().reads:
+                self._began = now
                 try:
                     self._naming = in_background(self._name, "warm")
                 except RuntimeError as lacking:
@@ -103,8 +121,7 @@ class Warming:
             elif (why := self._naming.result()) is not None:
                 self._end(why)
             else:
-                self._end("it can't tell what was used last")
-                self._or_else()
+                self._end("it can't tell what was used last", or_else=True)
         return self._is_over or not self._named
 
     def _most(self) -> int:
@@ -155,39 +172,30 @@ class Warming:
         pool, manager = self._source.open.pool, self._target.open.manager
         owns = self._source.requests.generation.owns
         for index, item in enumerate(job.items):
-            is_whole = index not in result.failed and owns(item.key)
-            if is_whole and pool.rename(item.target, item.key):
-                before = self._loaded[-1] if self._loaded else None
-                if manager.complete_store(item.key, item.target, True, before):
-                    if before is None:  # what requests use stays longer; the others follow it
-                        manager.demote([item.key])
-                    self._loaded.append(item.key)
-                    self._source.count(warmed_blocks=1)
-            pool.release(item.target)
-        if self._is_over and not self._in_flight:
-            self._touch()
+            key, slot = item.key, item.target
+            is_whole = index not in result.failed and owns(key) and pool.rename(slot, key)
+            if is_whole and manager.complete_store(key, slot, True, self._before):
+                if self._before is None:  # what requests use stays longer; the others follow it
+                    manager.demote([key])
+                self._before, self._loaded = key, self._loaded + 1
+                self._source.count(warmed_blocks=1)
+            pool.release(slot)
 
     def stop(self, why: str) -> None:
         """Order nothing more."""
         if not self._is_over:
             self._end(why)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, or_else: bool = False) -> None:
         self._is_over = True
         self._named.clear()
         logger.info(
             "tier %r was given %s of tier %r in %.1f s, which were used last; %s",
             self._target.name,
-            format_size(len(self._loaded) * self._source.open.block_bytes),
+            format_size(self._loaded * self._source.open.block_bytes),
             self._source.name,
-            self._now() - self._began,
+            max(0.0, self._now() - self._began),
             why,
         )
-        if not self._in_flight:
-            self._touch()
-
-    def _touch(self) -> None:
-        """Restore the order of use in the source, which took each load for one."""
-        loaded, self._loaded = self._loaded, []
-        if self._source.requests.generation.tag == self._tag:
-            self._source.open.manager.touch_prefix(loaded)
+        if or_else:
+            self._or_else()

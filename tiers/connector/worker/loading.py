@@ -26,7 +26,7 @@ from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory
 from tiers.host.slots import slot_stride
 from tiers.loading.load_cost import LatencyModel
-from tiers.store import Block, GatheredBlock, Prefix, Waiting
+from tiers.store import Block, GatheredBlock, Prefix, Waiting, is_use
 from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
@@ -505,6 +505,7 @@ class Loading:
             return [False] * len(job.items)
         space = space_of(self._namespace, job.generation)
         payload = host.memory.payload
+        is_use.set(False)  # on the thread of fills alone
         return self._store.get([Block(space + i.key, payload(i.target)) for i in job.items])
 
     def ended_fills(self, idle: bool) -> list[tuple[LoadJob, JobResult]]:

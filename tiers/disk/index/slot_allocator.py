@@ -16,7 +16,7 @@ from itertools import islice, repeat
 from spec.fields import format_size
 from tiers.disk.index.edit import MAX_SKIPPED, Edit, Slot
 from tiers.disk.slab import NO_SPACE, Slabs
-from tiers.store import Usage
+from tiers.store import Usage, is_use
 
 _MAX_USES = 1 << 16
 """Blocks whose uses are remembered until they are written down; older ones are forgotten."""
@@ -38,6 +38,8 @@ class PendingUses:
 
     def record(self, keys: Sequence[bytes]) -> None:
         """Remember a use of each of these index keys, the first key the most recent."""
+        if not is_use.get():
+            return
         with self._lock:
             for key in reversed(keys):
                 self._uses[key] = self.stamp
