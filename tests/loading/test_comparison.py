@@ -416,6 +416,9 @@ def test_an_engine_that_is_measured_anyway_is_not_probed() -> None:
     made.run(*HIT)
     times = [made.run(HIT[0] + 4, HIT[1]) for _ in range(300)]
     assert times == pytest.approx([2048 / 20_000 + 96 / 5000] * 300)
+    for _ in range(100):
+        made.run(2048, [0])
+        assert made.run(*HIT) == pytest.approx(2048 / 20_000 + 32 / 5000)
 
 
 def test_the_engine_is_not_measured_by_much_more_than_is_due() -> None:

@@ -187,7 +187,7 @@ class Comparison:
         """A request begins that takes `seconds`, and loads from the tiers `used`."""
         if used and self.token_seconds is None:
             self._blind += 1
-        for tier in (*self.meters, ENGINE):
+        for tier in (*self.meters, ENGINE) if used else self.meters:
             if tier == probed:
                 self._probes.made(tier)
             elif tier in used:
