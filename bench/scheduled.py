@@ -29,6 +29,7 @@ class Output:
     """What the one worker says."""
 
     kv_connector_worker_meta: MultiWorkerMetadata
+    invalid_block_ids: set[int] = field(default_factory=set)
 
 
 def all_done(orders: OffloadingConnectorMetadata) -> OffloadingWorkerMetadata:

@@ -6,7 +6,7 @@ engine) can pass their own objects unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -90,6 +90,10 @@ class ConnectorOutput(Protocol):
     """What the workers of one step sent back, aggregated over ranks."""
 
     kv_connector_worker_meta: Any
+
+    @property
+    def invalid_block_ids(self) -> Set[int]:
+        """Paged blocks that failed to load."""
 
 
 NULL_BLOCK = 0

@@ -30,6 +30,7 @@ from tiers.connector.policy.choice import (
     tokens_of_each,
 )
 from tiers.connector.policy.chooser import Chooser, LookupLatency
+from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.load_room import LoadRoom
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.request_params import CACHED, KEY, WEIGHTS
@@ -123,6 +124,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         go on has no more of them than steps in flight, at most one more than ranks."""
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._room = LoadRoom(requests.engine)
+        self._doubts = Doubts(requests.groups)
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
         self.changes: Changes | None = None
@@ -231,6 +233,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._chooser.decided(request_state, choice if loads else NO_LOAD)
             first = choice.computed // self._block_tokens
             request_state.loads = range(first, first + num_external_tokens // self._block_tokens)
+            in_step = num_external_tokens > 0 and not choice.is_async
+            self._doubts.allocated(request_state, first, in_step)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         if num_external_tokens and not choice.is_async:
@@ -301,6 +305,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         """All children's orders, and, once, the saves to wait for."""
         self._has_strangers = False
         step = self._requests.begin_step(scheduler_output)
+        measures = self._loaders or self._doubts
+        number = self._prefill.step_begins(step.prompt_tokens) if measures else None
+        for request in self._doubts.step_begins(step.scheduled, number):
+            self.disable_store(request)
         self._room.step_begins()
         self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
@@ -308,7 +316,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._in_pieces.clear()
         changes = () if self.changes is None else self.changes.step()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
-        number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
         is_loading = any(loader.load_cost.is_loading for loader in self._loaders.values())
         runs = is_loading or bool(scheduler_output.num_scheduled_tokens)
         self._stood = 0 if runs else self._stood + 1
@@ -330,8 +337,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its metadata only, and restore the output."""
         whole = connector_output.kv_connector_worker_meta
-        if self._prefill.step_ended(getattr(whole, "step", None)):
+        number = getattr(whole, "step", None)
+        if self._prefill.step_ended(number):
             self._note_prefill_rate()
+        if self._doubts and number is not None:
+            self._doubts.heard(number, connector_output.invalid_block_ids)
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.
