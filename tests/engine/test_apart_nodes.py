@@ -32,8 +32,8 @@ Node = Callable[..., ReplayEngine]
 def node(tmp_path: Path) -> Iterator[Node]:
     made: list[ReplayEngine] = []
 
-    def make(weights: str, **more: Any) -> ReplayEngine:
-        chain = chain_of(disk(tmp_path / "disk"))
+    def make(weights: str, *tiers: Any, **more: Any) -> ReplayEngine:
+        chain = chain_of(*tiers, disk(tmp_path / "disk"))
         facts = {"model": "replay", "weights": weights}
         made.append(ReplayEngine(chain, prefix_caching=False, facts=facts, **more))
         return made[-1]
@@ -52,12 +52,12 @@ def handed_over(prefill: ReplayEngine) -> dict[str, Any]:
     return params or {}
 
 
-def stored(engine: ReplayEngine, params: dict[str, Any]) -> float:
+def stored(engine: ReplayEngine, params: dict[str, Any], tier: str = "disk") -> float:
     """How many blocks of a prompt are stored, of which another node sent a part."""
-    before = measured(engine, "stored_blocks", "disk")
+    before = measured(engine, "stored_blocks", tier)
     engine.generate(PROMPT, 4, kv_transfer_params=params)
     engine.settle()
-    return measured(engine, "stored_blocks", "disk") - before
+    return measured(engine, "stored_blocks", tier) - before
 
 
 def test_what_is_computed_behind_kv_of_other_weights_is_not_stored(
@@ -112,6 +112,23 @@ def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node)
     assert measured(decode, "stored_blocks", "disk") == 0
     assert measured(decode, "other_weights", CHAIN) == 1
     wait_for(lambda: stored(decode, {}) > 0)
+
+
+@pytest.mark.parametrize("sent", ["v1", "v2"])
+def test_until_they_are_known_no_tier_stores_it(node: Node, sent: str) -> None:
+    """Not the cpu tier either, which waits for nothing: others would get it from there."""
+    params, late = handed_over(node(sent)), Facts("v1")
+    decode = node("v1", cpu(), late_facts=late)
+    assert stored(decode, params, "cpu") == 0
+    decode.add(PROMPT, 60, kv_transfer_params=params)
+    for _ in range(8):
+        decode.step()
+    late.are_known = True
+    while decode.scheduler.busy:
+        decode.step()
+        time.sleep(0.01)  # the tier opens meanwhile
+    decode.settle()
+    assert bool(measured(decode, "stored_blocks", "cpu")) == (sent == "v1"), "it runs on"
 
 
 def test_a_shared_tier_that_comes_while_the_engine_runs_knows_the_weights(

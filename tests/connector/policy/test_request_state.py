@@ -213,14 +213,17 @@ def test_a_request_has_no_keys_before_it_is_known_what_computes_it() -> None:
 def test_weights_are_known_for_good_and_store_nothing_that_may_not_be() -> None:
     """A tier says nothing of them before its workers have told it."""
     table = RequestTable(EngineInfo({}, 4, 4, 100))
-    entries: list[dict[str, Any]] = [{"weights": "others"}, {"store": False}, {}]
+    entries: list[dict[str, Any]] = [{"weights": "others"}, {"weights": "ours"}]
+    entries += [{"weights": "ours", "store": False}, {}]
     requests = [FakeRequest(str(entry), kv_transfer_params={"kvtiers": entry}) for entry in entries]
     states = [table.of(request) for request in requests]
+    assert [one.stores for one in states] == [True, True, False, True], "no tier is shared"
     table.know_weights("")
-    assert [one.stores for one in states] == [True, False, True]
+    assert [one.stores for one in states] == [False, False, False, True]
+    assert [table.of(one).stores for one in requests] == [False, False, False, True]
     for known in ("ours", "", "ours"):
         table.know_weights(known)
-        assert [one.stores for one in states] == [False, False, True]
+        assert [one.stores for one in states] == [False, True, False, True]
         table.forget(requests[0])
         assert not table.of(requests[0]).stores
 

@@ -46,8 +46,10 @@ class RequestState:
     """What a chain knows of one request until that has finished.
 
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
-    which of them. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
-    neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
+    which of them; none while it `awaits_weights`: another node sent a part of its KV, and it is not
+    known yet whether of the same weights. `loads`: blocks that tiers load for it; `omitted`: blocks
+    not to be stored, since neither this engine computes them for it nor tiers load them. `hints`:
+    on its prompt's blocks.
     `junction`: the block before which it had all but windows in common with what tiers held.
     `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
     all parts of its full blocks, as far as they are made, block by block. `tables`: its
@@ -74,6 +76,7 @@ class RequestState:
     wait_budget: WaitBudget
     may_store: bool
     scope: StoreScope
+    awaits_weights: bool = False
     loads: range = NO_BLOCKS
     pieces: dict[int, list[int]] = field(default_factory=dict)
     omitted: tuple[range, ...] = ()
@@ -115,7 +118,8 @@ class RequestState:
     @property
     def stores(self) -> bool:
         """Whether its blocks may be stored."""
-        return self.may_store and not self.is_outdated and self.shared
+        may_store = self.may_store and not self.awaits_weights
+        return may_store and not self.is_outdated and self.shared
 
 
 class Scheduled(NamedTuple):
@@ -195,19 +199,18 @@ class RequestTable:
         """A shared tier's workers know what names the engine's weights; empty: not yet."""
         before, self._weights = self._weights, weights or self._weights or ""
         if self._weights != before:
-            self._judge()
+            self._judge_all()
 
     def take_reports(self, reports: AdapterReports) -> None:
         """Take which adapters workers have loaded since their last report."""
         self.engine.marks.take_reports(reports)
         if reports:
-            self._judge()
+            self._judge_all()
 
-    def _judge(self) -> None:
+    def _judge_all(self) -> None:
         """Judge requests anew: more is known of the weights that they are computed with."""
         for request_state in self._states.values():
-            if request_state.may_store:
-                request_state.may_store = self._is_of_these_weights(request_state.request)
+            self._judge(request_state)
 
     def weights_of(self, request: Request) -> str | None:
         """What names the weights of this generation and of the request's adapter to other nodes;
@@ -217,17 +220,18 @@ class RequestTable:
             return weights + self.generation.tag.hex() + mark.content.hex()
         return weights and ""
 
-    def _is_of_these_weights(self, request: Request) -> bool:
-        """Whether what is computed for a request is of its own weights alone, as far as the node
-        says that sends a part of its KV."""
-        entry = entry_of(request)
+    def _judge(self, request_state: RequestState) -> None:
+        """Store nothing of a request unless what is computed for it is of its own weights alone, as
+        far as the node says that sends a part of its KV."""
+        entry, ours = entry_of(request_state.request), self.weights_of(request_state.request)
         sent = entry.get(WEIGHTS) if isinstance(entry, Mapping) else None
-        if sent is None or not (ours := self.weights_of(request)) or sent == ours:
-            return True
+        request_state.awaits_weights = sent is not None and ours == ""
+        if not request_state.may_store or sent is None or not ours or sent == ours:
+            return
         line = "request %s: nothing of it is stored, since another node sent KV of other weights"
-        self._others.log(line, request.request_id)
+        self._others.log(line, request_state.request.request_id)
         self._of_others += 1
-        return False
+        request_state.may_store = False
 
     def retune(self, max_wait: float, store: StoreScope) -> None:
         """Requests that come from now on may wait so long, and store that."""
@@ -278,10 +282,11 @@ class RequestTable:
                 self.engine.marks.of(request),
                 self.engine.media.of(request),
                 budget,
-                may_store=limits.store is not False and self._is_of_these_weights(request),
+                may_store=limits.store is not False,
                 scope=limits.scope(self._store),
                 hints=self._reader.hints(request),
             )
+            self._judge(request_state)
         return request_state
 
     def ready(self, request: Request) -> bool:
