@@ -35,7 +35,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     def make(weights: str, *tiers: Any, **more: Any) -> ReplayEngine:
         chain = chain_of(*tiers, disk(tmp_path / "disk"))
         facts = {"model": "replay", "weights": weights}
-        made.append(ReplayEngine(chain, prefix_caching=False, facts=facts, **more))
+        made.append(ReplayEngine(chain, facts=facts, **{"prefix_caching": False, **more}))
         return made[-1]
 
     yield make
@@ -52,10 +52,12 @@ def handed_over(prefill: ReplayEngine) -> dict[str, Any]:
     return params or {}
 
 
-def stored(engine: ReplayEngine, params: dict[str, Any], tier: str = "disk") -> float:
+def stored(
+    engine: ReplayEngine, params: dict[str, Any], tier: str = "disk", prompt: list[int] = PROMPT
+) -> float:
     """How many blocks of a prompt are stored, of which another node sent a part."""
     before = measured(engine, "stored_blocks", tier)
-    engine.generate(PROMPT, 4, kv_transfer_params=params)
+    engine.generate(prompt, 4, kv_transfer_params=params)
     engine.settle()
     return measured(engine, "stored_blocks", tier) - before
 
@@ -131,6 +133,30 @@ def test_until_they_are_known_no_tier_stores_it(node: Node, sent: str) -> None:
     assert bool(measured(decode, "stored_blocks", "cpu")) == (sent == "v1"), "it runs on"
 
 
+def test_nor_does_it_store_what_others_find_of_that_in_the_engine_s_cache(node: Node) -> None:
+    others, own = (handed_over(node(weights)) for weights in ("v2", "v1"))
+    decode, longer = node("v1", cpu(), prefix_caching=True), [*PROMPT, *range(200, 240)]
+    assert stored(decode, others, "cpu") == 0
+    assert stored(decode, {}, "cpu", PROMPT[:30]) == 0
+    for prompt in (longer, [*longer, *range(300, 340)]):  # it is found behind what was found, too
+        assert stored(decode, own, "cpu", prompt) == 0
+    assert measured(decode, "other_weights", CHAIN) == 4
+    assert stored(decode, {}, "cpu", [*range(300, 552)]) > 0, "the engine has nothing of that"
+    assert stored(decode, {}, "cpu") > 0, "nor of this any more: it is computed anew"
+
+
+@pytest.mark.parametrize("sent", ["v1", "v2"])
+def test_what_was_found_so_is_stored_once_it_is_known_to_be_of_its_own(
+    node: Node, sent: str
+) -> None:
+    params, late = handed_over(node(sent)), Facts("v1")
+    decode = node("v1", cpu(), late_facts=late, prefix_caching=True)
+    assert stored(decode, params, "cpu") == stored(decode, {}, "cpu") == 0
+    late.are_known = True
+    wait_for(lambda: stored(decode, {}, prompt=[*range(700, 730)]) > 0)
+    assert bool(stored(decode, {}, "cpu")) == (sent == "v1")
+
+
 def test_a_shared_tier_that_comes_while_the_engine_runs_knows_the_weights(
     node: Node, tmp_path: Path
 ) -> None:
@@ -140,7 +166,8 @@ def test_a_shared_tier_that_comes_while_the_engine_runs_knows_the_weights(
         assert handed_over(decode) == {}
         change(decode, shared)
         assert stored(decode, params) == 0
-        assert stored(decode, {}) > 0
+        assert stored(decode, {}) == 0, "it finds that in the engine's cache"
+        assert stored(decode, {}, prompt=PROMPT[30:]) > 0
         assert handed_over(decode)["kvtiers"]["weights"]
 
 

@@ -124,7 +124,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         go on has no more of them than steps in flight, at most one more than ranks."""
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._room = LoadRoom(requests.engine)
-        self._doubts = Doubts(requests.groups)
+        self._doubts = Doubts(requests)
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
         self.changes: Changes | None = None

@@ -46,10 +46,10 @@ class RequestState:
     """What a chain knows of one request until that has finished.
 
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
-    which of them; none while it `awaits_weights`: another node sent a part of its KV, and it is not
-    known yet whether of the same weights. `loads`: blocks that tiers load for it; `omitted`: blocks
-    not to be stored, since neither this engine computes them for it nor tiers load them. `hints`:
-    on its prompt's blocks.
+    which of them. `sent`: what names the weights of a part of its KV that another node sent for it
+    or for others; it `awaits_weights` while it is not known yet whether they are its own, and none
+    may be stored. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
+    neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
     `junction`: the block before which it had all but windows in common with what tiers held.
     `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
     all parts of its full blocks, as far as they are made, block by block. `tables`: its
@@ -76,6 +76,7 @@ class RequestState:
     wait_budget: WaitBudget
     may_store: bool
     scope: StoreScope
+    sent: set[str] = field(default_factory=set)
     awaits_weights: bool = False
     loads: range = NO_BLOCKS
     pieces: dict[int, list[int]] = field(default_factory=dict)
@@ -210,7 +211,7 @@ class RequestTable:
     def _judge_all(self) -> None:
         """Judge requests anew: more is known of the weights that they are computed with."""
         for request_state in self._states.values():
-            self._judge(request_state)
+            self.judge(request_state)
 
     def weights_of(self, request: Request) -> str | None:
         """What names the weights of this generation and of the request's adapter to other nodes;
@@ -220,18 +221,21 @@ class RequestTable:
             return weights + self.generation.tag.hex() + mark.content.hex()
         return weights and ""
 
-    def _judge(self, request_state: RequestState) -> None:
+    def judge(self, request_state: RequestState) -> set[str]:
         """Store nothing of a request unless what is computed for it is of its own weights alone, as
-        far as the node says that sends a part of its KV."""
-        entry, ours = entry_of(request_state.request), self.weights_of(request_state.request)
-        sent = entry.get(WEIGHTS) if isinstance(entry, Mapping) else None
-        request_state.awaits_weights = sent is not None and ours == ""
-        if not request_state.may_store or sent is None or not ours or sent == ours:
-            return
-        line = "request %s: nothing of it is stored, since another node sent KV of other weights"
-        self._others.log(line, request_state.request.request_id)
-        self._of_others += 1
-        request_state.may_store = False
+        far as the nodes say that sent a part of its KV. Return what names others, or those of which
+        nobody knows yet."""
+        ours, sent = self.weights_of(request_state.request), request_state.sent
+        request_state.awaits_weights = bool(sent) and ours == ""
+        others = sent - {ours} if ours else sent
+        if ours and others and request_state.may_store:
+            line = (
+                "request %s: nothing of it is stored, since another node sent KV of other weights"
+            )
+            self._others.log(line, request_state.request.request_id)
+            self._of_others += 1
+            request_state.may_store = False
+        return others
 
     def retune(self, max_wait: float, store: StoreScope) -> None:
         """Requests that come from now on may wait so long, and store that."""
@@ -286,7 +290,10 @@ class RequestTable:
                 scope=limits.scope(self._store),
                 hints=self._reader.hints(request),
             )
-            self._judge(request_state)
+            entry = entry_of(request)
+            if isinstance(entry, Mapping) and (sent := entry.get(WEIGHTS)) is not None:
+                request_state.sent.add(str(sent))
+            self.judge(request_state)
         return request_state
 
     def ready(self, request: Request) -> bool:
