@@ -32,9 +32,11 @@ Node = Callable[..., ReplayEngine]
 def node(tmp_path: Path) -> Iterator[Node]:
     made: list[ReplayEngine] = []
 
-    def make(weights: str, *tiers: Any, **more: Any) -> ReplayEngine:
+    def make(
+        weights: str, *tiers: Any, used: dict[str, str] | None = None, **more: Any
+    ) -> ReplayEngine:
         chain = chain_of(*tiers, disk(tmp_path / "disk"))
-        facts = {"model": "replay", "weights": weights}
+        facts = {"model": "replay", "weights": weights, **(used or {})}
         made.append(ReplayEngine(chain, facts=facts, **{"prefix_caching": False, **more}))
         return made[-1]
 
@@ -79,6 +81,22 @@ def test_behind_kv_of_its_own_weights_it_is(node: Node) -> None:
     decode = node("v1")
     assert stored(decode, params) > 0
     assert not measured(decode, "other_weights", CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("fact", "is_stored"),
+    [
+        ("ModelConfig.quantization", False),
+        ("config", False),
+        ("ParallelConfig.tensor_parallel_size", True),
+        ("device", True),
+    ],
+)
+def test_weights_that_are_used_in_another_way_are_others(
+    node: Node, fact: str, is_stored: bool
+) -> None:
+    params = handed_over(node("v1", used={fact: "fp8"}))
+    assert bool(stored(node("v1", used={fact: "None"}), params)) == is_stored
 
 
 def test_behind_kv_of_weights_that_are_not_known_yet_it_is_not(node: Node) -> None:

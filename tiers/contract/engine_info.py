@@ -34,6 +34,17 @@ ALONE = "alone: "
 again."""
 
 
+OF_BYTES = (
+    "ParallelConfig.",
+    "KVTransferConfig.",
+    "CacheConfig.kv_cache_layout",
+    "attention",
+    "device",
+)
+"""Facts begin so that tell how a block's bytes lie or are spread, not what is computed: engines
+that send each other KV see to that themselves."""
+
+
 class LateFacts(Protocol):
     """Facts of a worker that are not there when it is made."""
 

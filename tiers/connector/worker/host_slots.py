@@ -19,7 +19,7 @@ from tiers.connector.worker.checksums import Checksums
 from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import ENDED, Copier, Copy, Gather, OpenCopier
-from tiers.contract.engine_info import MOMENT, EngineInfo
+from tiers.contract.engine_info import MOMENT, OF_BYTES, EngineInfo
 from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
@@ -267,12 +267,14 @@ class HostSlots:
             if late is None:
                 self._log_wait()
                 return None
-            facts = {**self.engine.facts, **late, "layout": self.copier.layout}
+            facts = {**self.engine.facts, **late}
+            if "weights" in facts:
+                used = {fact: facts[fact] for fact in facts if not fact.startswith(OF_BYTES)}
+                self._weights = namespace(used, 0, 1).hex()
+            facts["layout"] = self.copier.layout
             facts["block_tokens"] = str(self.engine.block_tokens)
             rank = 0 if self.engine.replicated else self.engine.rank
             self._namespace = namespace(facts, rank, self.engine.world_size)
-            if "weights" in facts:
-                self._weights = namespace({"weights": facts["weights"]}, 0, 1).hex()
             engine = self.engine
             size = engine.block_tokens, self.payload_bytes
             self._note = describe(facts, engine.model, *size, rank, engine.world_size)
