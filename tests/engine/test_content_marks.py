@@ -680,6 +680,19 @@ def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) ->
     )
 
 
+@pytest.mark.parametrize("more", [{}, {"image_embeds": None}])
+def test_of_sizes_alone_nobody_knows_what_an_image_is(more: dict[str, Any]) -> None:
+    """vLLM takes such, whose KV another node is to send."""
+    image = seen("img-1", RED)
+    image.data = item(image_grid_thw=torch.tensor([1, 2, 2]), **more)
+    here, there = process(), process()
+    marks = [one.of(asked("1", image)) for one in (here, there)]
+    assert marks[0].steps != marks[1].steps and all(mark.shared for mark in marks)
+    assert here.of(asked("2", image)).steps == marks[0].steps
+    image.data = item(image_grid_thw=torch.tensor([1, 2, 2]), image_embeds=RED)
+    assert process().of(asked("3", image)).steps == process().of(asked("3", image)).steps
+
+
 def test_a_counter_is_never_trusted() -> None:
     image = asked("1", seen("renderer0-mm-1-image-0", RED))
     assert media_marks(configured(), 100, True).of(image).steps == []

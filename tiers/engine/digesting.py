@@ -24,6 +24,14 @@ PIECE = 32 << 20
 """Bytes that are digested before a thread looks for media that are done sooner."""
 
 
+SIZES = {
+    *("image_grid_thw", "video_grid_thw", "image_sizes", "video_image_sizes", "timestamps"),
+    *("audio_num_tokens", "audio_feature_lengths", "second_per_grid_ts"),
+}
+"""What sizes the tokens of a medium: all that an engine is given of one whose KV another node is to
+send. It tells no two of a size apart."""
+
+
 class _Job:
     """A medium to digest, for `wanted` requests; `left`: bytes to go."""
 
@@ -39,8 +47,9 @@ class _Job:
         """Digest an item piece by piece, into `digest`; yields the bytes of each piece."""
         digest, has_tensors = hashlib.sha256(), False
         try:
-            for fed in feed(digest, {name: element.data for name, element in item.items()}):
-                has_tensors = True
+            values = {name: element.data for name, element in item.items()}
+            for fed in feed(digest, values):
+                has_tensors = any(values[name] is not None for name in values.keys() - SIZES)
                 yield fed
         except (AttributeError, TypeError, ValueError, RuntimeError):
             # The item is of another shape, or has tensors without plain bytes.

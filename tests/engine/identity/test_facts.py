@@ -36,6 +36,7 @@ from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.marks import LoadedAdapter
 from tiers.engine.adapter_marks import MarksOfRequests, name_of
 from tiers.engine.content_marks import ContentMarks
+from tiers.engine.digesting import SIZES
 from tiers.engine.identity.facts import (
     SOURCES,
     BackgroundFacts,
@@ -562,6 +563,18 @@ def test_all_that_reads_the_longest_request_or_the_generation_config_is_judged()
         found = readers(vllm / "models")
         new = {path for path in found if not path.startswith(tuple(FOLDERS))}
         assert not new, f"{vllm}: does its KV depend on these?"
+
+
+@pytest.mark.vllm
+def test_what_sizes_a_medium_is_taken_for_no_content() -> None:
+    for vllm in sources():
+        models = [*(vllm / "model_executor").rglob("*.py"), *(vllm / "models").rglob("*.py")]
+        found = {
+            field
+            for path in models
+            for field in re.findall(r'"(\w+)": "metadata"', path.read_text())
+        }
+        assert {"image_grid_thw"} <= found <= SIZES, vllm
 
 
 def test_a_new_reader_is_found(tmp_path: Path) -> None:
