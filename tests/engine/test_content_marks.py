@@ -21,6 +21,7 @@ import torch
 from spec.chain import LOAD_POLICIES
 from tests.support.clock import wait_for
 from tests.support.damage import damage_blocks
+from tests.support.fake_requests import BLOCKS, FakeRequest
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names, scheduler_of
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.tier import TierRequest
@@ -554,6 +555,17 @@ def test_a_request_goes_on_without_tiers_where_its_images_are_not_waited_for(
     made.settle()
     assert measured(made, "media_timeouts", CHAIN) == sum(given_up)
     assert measured(made, "stored_blocks") == 0
+
+
+@pytest.mark.usefixtures("slow")
+def test_nor_where_the_engine_begins_it_before_our_tiers_were_asked() -> None:
+    """As it does where another connector loads all of it: nothing on its thread waits."""
+    table = RequestTable(EngineInfo({}, 16, 16, num_blocks=9, media=process()))
+    request: Any = FakeRequest("r", 40, [b"1", b"2"])
+    request.mm_features = [seen("film", torch.rand(500))]
+    assert not table.allocated(request, BLOCKS).stores
+    assert table.take_measures()[CHAIN]["media_timeouts"] == 1
+    table.forget(request)
 
 
 def test_marks_are_forgotten_when_the_last_tier_has_heard_of_the_end(

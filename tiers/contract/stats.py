@@ -53,7 +53,7 @@ COUNTERS = {
     "prompt_tokens": "Tokens of the prompts that began to run; its tier is (chain).",
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
     "media_timeouts": "Requests computed without tiers since their images, audio or video were not "
-    "digested within max_wait; their tier is (chain).",
+    "digested in time; their tier is (chain).",
     "other_weights": "Requests of which nothing is stored, since a part of their KV comes from a "
     "node of other weights, or of weights that are not known; their tier is (chain).",
     "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "

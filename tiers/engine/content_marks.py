@@ -42,7 +42,7 @@ _MIXED = (
     "KV of requests with both is not stored"
 )
 _LATE = (
-    "media of request %s were not digested within max_wait: it is computed without tiers, and "
+    "media of request %s were not digested in time: it is computed without tiers, and "
     "nothing of it is stored (logged once)"
 )
 LEAST_NAMES = 1 << 16

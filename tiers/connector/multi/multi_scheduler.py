@@ -237,8 +237,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._doubts.allocated(request_state, first, in_step)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
-        if num_external_tokens and not choice.is_async:
-            self.disable_store(request)
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
         self._room.ends(request_state)
@@ -259,6 +257,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 first, tokens = pieces.get(index, (0, serving.get(index, 0)))
                 seen = self._as_computed(blocks, first // self._block_tokens) if first else blocks
                 child.update_state_after_alloc(request, seen, tokens)
+        if num_external_tokens and not choice.is_async:
+            self.disable_store(request)
 
     def _begin_pieces(self, request_state: RequestState, tokens: int) -> dict[int, tuple[int, int]]:
         """Where each of several connectors begins to load, and how many tokens. Workers are told

@@ -370,7 +370,10 @@ class RequestTable:
     # -- steps -------------------------------------------------------------------------------
 
     def allocated(self, request: Request, blocks: Blocks) -> RequestState:
-        """Take in the blocks that the engine has given a request."""
+        """Take in the blocks that the engine has given a request. Waits for nothing: where another
+        connector loads it whole, ours were not asked about it before."""
+        if self.get(request) is None and not self.engine.media.ready(request):
+            self._media_late += self.engine.media.give_up(request)
         request_state = self.of(request)
         request_state.given(blocks.get_block_ids())
         request_state.computed = 0
