@@ -30,6 +30,7 @@ class Output:
 
     kv_connector_worker_meta: MultiWorkerMetadata
     invalid_block_ids: set[int] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
 
 
 def all_done(orders: OffloadingConnectorMetadata) -> OffloadingWorkerMetadata:

@@ -95,6 +95,10 @@ class ConnectorOutput(Protocol):
     def invalid_block_ids(self) -> Set[int]:
         """Paged blocks that failed to load."""
 
+    @property
+    def finished_recving(self) -> Set[str] | None:
+        """Requests whose loads beside the steps have ended."""
+
 
 NULL_BLOCK = 0
 """The paged block that stands in a block table for one that the engine does not keep."""

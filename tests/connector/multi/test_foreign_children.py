@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ class Foreign(Tier):
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
         self.asked.append((request.request_id, computed))
         return super().get_num_new_matched_tokens(request, computed)
+
+    def update_connector_output(self, output: Any) -> None:
+        """It learns of no end."""
 
 
 @pytest.mark.parametrize("policy", ["first", "longest", "stitched"])
@@ -87,6 +91,30 @@ def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPoli
         assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
         multi.update_state_after_alloc(request, BLOCKS, 40)
         multi.build_connector_meta(first_step("r", 40, 1))
+
+
+@pytest.mark.parametrize("end", ["its load ends", "it ends"])
+def test_who_finds_no_room_beside_its_load_waits_for_that_and_then_goes_on_without_one(
+    end: str,
+) -> None:
+    """Nothing runs meanwhile, as on a decode node that pulls all that it answers."""
+    multi, first, other = chain(Foreign(40)), FakeRequest(), FakeRequest("other")
+    assert multi.get_num_new_matched_tokens(first, 0) == (40, True)
+    multi.update_state_after_alloc(first, BLOCKS, 40)
+
+    def asked() -> list[Any]:
+        return [
+            (multi.build_connector_meta(IDLE_STEP), multi.get_num_new_matched_tokens(other, 0))[1]
+            for _ in range(5)
+        ]
+
+    assert asked() == [(40, True)] * 5
+    if end == "it ends":
+        multi.request_finished(first, [])
+    output: Any = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"r"})
+    if end == "its load ends":
+        multi.update_connector_output(output)
+    assert (0, False) in asked(), "what has loaded may need the room"
 
 
 def test_what_a_request_waits_for_its_answers_is_taken_from_its_time() -> None:

@@ -123,6 +123,7 @@ def test_transfer_parameters_are_merged_and_a_clash_names_the_key(
 class Output:
     kv_connector_worker_meta: Any
     invalid_block_ids: frozenset[int] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
 
 
 def test_each_child_sees_only_its_own_worker_metadata(

@@ -119,6 +119,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         )
         self._as_computed = settings.as_computed
         self._in_pieces: list[RequestState] = []
+        self._beside: set[str] = set()
+        """Requests that connectors of the engine load beside the steps."""
         self._stood = 0
         """Steps in a row that ran nothing and beside which nothing was loading. An engine that can
         go on has no more of them than steps in flight, at most one more than ranks."""
@@ -237,6 +239,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._doubts.allocated(request_state, first, in_step)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
+        if num_external_tokens and choice.is_async and not serving.keys() <= self._loaders.keys():
+            self._beside.add(request.request_id)
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
         self._room.ends(request_state)
@@ -317,7 +321,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         changes = () if self.changes is None else self.changes.step()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         is_loading = any(loader.load_cost.is_loading for loader in self._loaders.values())
-        runs = is_loading or bool(scheduler_output.num_scheduled_tokens)
+        runs = is_loading or self._beside or scheduler_output.num_scheduled_tokens
         self._stood = 0 if runs else self._stood + 1
         orders = self._agreement.orders(metadata)
         parts = metadata, saves, number, orders, changes, pieces
@@ -342,6 +346,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._note_prefill_rate()
         if self._doubts and number is not None:
             self._doubts.heard(number, connector_output.invalid_block_ids)
+        if self._beside:
+            self._beside.difference_update(connector_output.finished_recving or ())
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.
@@ -439,6 +445,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             if entry := self.entry_of_response(request, cached):
                 merged = merge_parameters(merged or {}, {KEY: entry})
         finally:
+            self._beside.discard(request.request_id)
             if request_state is not None:
                 self._room.ends(request_state)
                 if self._sharing is not None:
