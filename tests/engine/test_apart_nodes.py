@@ -163,11 +163,12 @@ def test_nor_does_it_store_what_others_find_of_that_in_the_engine_s_cache(node: 
     assert stored(decode, {}, "cpu") > 0, "nor of this any more: it is computed anew"
 
 
-@pytest.mark.parametrize("sent", ["v1", "v2"])
+@pytest.mark.parametrize("sent", ["v1", "v2", ""])
 def test_what_was_found_so_is_stored_once_it_is_known_to_be_of_its_own(
     node: Node, sent: str
 ) -> None:
-    params, late = handed_over(node(sent)), Facts("v1")
+    late = Facts("v1")
+    params = handed_over(node(sent)) if sent else {"kvtiers": {"weights": ""}}
     decode = node("v1", cpu(), late_facts=late, prefix_caching=True)
     assert stored(decode, params, "cpu") == stored(decode, {}, "cpu") == 0
     late.are_known = True

@@ -36,14 +36,17 @@ class Doubts:
     def allocated(self, request_state: RequestState, first: int, in_step: bool) -> None:
         """The engine has given a request its blocks from `first` on anew; `in_step`: some are
         loaded within the step."""
-        if in_step or self._blocks or self._sent:
+        if in_step or self._is_concerned(request_state):
             new = set[int]().union(*(table[first:] for table in request_state.tables))
             self._blocks -= new
             self._failed -= new
-            for block in new & self._sent.keys():
-                del self._sent[block]
+            self._note_sent(request_state, set(), new)
             if in_step:
-                self._blocks |= new - {NULL_BLOCK}
+                self._blocks |= new
+
+    def _is_concerned(self, request_state: RequestState) -> bool:
+        is_sent = bool(request_state.sent) and not request_state.stores
+        return is_sent or bool(self._blocks or self._sent)
 
     def step_begins(self, runs: Iterable[Scheduled], number: int | None) -> Iterator[Request]:
         """Those of its requests that compute behind blocks in doubt. `number`: of the step, if its
@@ -52,13 +55,13 @@ class Doubts:
             self._unheard[number] = []
         for run in runs:
             request_state = run.request_state
-            is_sent = bool(request_state.sent) and not request_state.stores
-            if not (is_sent or self._blocks or self._sent):
+            if not self._is_concerned(request_state):
                 continue
             written = set[int]()
             self._requests.groups.add_written(written, request_state.tables, run.before)
-            blocks = [*chain.from_iterable(request_state.tables)]
-            found = {*blocks} - written - {NULL_BLOCK}
+            tables = chain.from_iterable(request_state.tables)
+            blocks = [block for block in tables if block != NULL_BLOCK]
+            found = {*blocks} - written
             self._note_sent(request_state, found, written)
             if self._blocks.isdisjoint(found):
                 self._blocks -= written
@@ -66,8 +69,8 @@ class Doubts:
                 continue
             behind = [*dropwhile(lambda block: block not in self._blocks, blocks)]
             self._blocks.update(behind)
-            for tables in [*self._unheard.values()][-1:]:
-                tables.append(behind)
+            for heard_then in [*self._unheard.values()][-1:]:
+                heard_then.append(behind)
             if not self._unheard:
                 self._failed.update(behind)
             yield request_state.request

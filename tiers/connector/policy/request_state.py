@@ -227,7 +227,7 @@ class RequestTable:
         nobody knows yet."""
         ours, sent = self.weights_of(request_state.request), request_state.sent
         request_state.awaits_weights = bool(sent) and ours == ""
-        others = sent - {ours} if ours else sent
+        others = sent - {ours or None}
         if ours and others and request_state.may_store:
             line = (
                 "request %s: nothing of it is stored, since another node sent KV of other weights"
