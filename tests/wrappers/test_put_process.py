@@ -29,7 +29,7 @@ from typing import Any, cast
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from spec.offloading import StoreSpec
+from spec.offloading import EncryptionSpec, StoreSpec
 from spec.registry import make_tier
 from tests.support.plugin_packages import Install
 from tests.support.puts_apart import (
@@ -329,7 +329,7 @@ def test_it_tries_less_and_less_often_to_open(monkeypatch: pytest.MonkeyPatch) -
         server._arrivals = cast(Any, SimpleNamespace(poll=poll))
         settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
         place = {"payload_bytes": SIZE, "num_ranks": 1}
-        server._open({"settings": settings, "site": place, "level": 20})
+        server._open({"settings": settings, "key_mark": "", "site": place, "level": 20})
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -413,6 +413,28 @@ def test_counts_stay_while_one_is_lost(store: PutsApart) -> None:
     finally:
         sys.settrace(before)
     assert len(seen) > 3 and set(seen) == {PutCounts(renewed=3)}
+
+
+@pytest.mark.fault
+def test_one_that_begins_while_keys_rotate_has_the_engine_s(tmp_path: Path) -> None:
+    """Under the new key nobody would find what it puts before the engine restarts."""
+    file, old, new = tmp_path / "keys", "ab" * 32, "cd" * 32
+    file.write_text(old)
+    encrypted = spec(tmp_path).model_copy(update={"encryption": EncryptionSpec(key_file=file)})
+    with closing(open_guarded(encrypted, SITE, puts_apart=True)) as guarded:
+        store = guarded.now()
+        assert isinstance(store, PutsApart)
+        for lines in (f"{new}\n{old}", new):
+            wait_until(lambda: store._process is None or store._process.has_answered())
+            some = keys()
+            assert put(store, some) == [True] * 3
+            file.write_text(lines)
+            os.kill(number(store), signal.SIGKILL)
+            with pytest.raises(TierUnavailable, match="is gone"):
+                put(store, keys())
+            assert store.has(some) == [True] * 3
+        with pytest.raises(TierUnavailable, match="has not the key that this engine began with"):
+            put(store, keys())
 
 
 @pytest.mark.fault
@@ -914,7 +936,7 @@ def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) ->
     settings = DiskSpec(path=Path("/kv"), capacity=1 << 20).model_dump(mode="json")
     place = {"payload_bytes": SIZE, "num_ranks": 1}
     with engine, theirs, ExitStack() as stack, pytest.raises(EOFError):
-        send(engine, {"settings": settings, "site": place, "level": 20})
+        send(engine, {"settings": settings, "key_mark": "", "site": place, "level": 20})
         part = {"put": [(key.hex(), None, None)], "first": 0, "prompts": [], "is_last": False}
         send(engine, part | {"until": math.inf})
         engine.shutdown(socket.SHUT_WR)

@@ -81,10 +81,15 @@ def open_stored(spec: StoreSpec, payload_bytes: int) -> TierStore:
     return open_unguarded(spec, site)
 
 
-def open_unguarded(spec: StoreSpec, site: StoreContext) -> TierStore:
-    """Open a tier's store, verified or encrypted. Raises what `open` raises."""
+def open_unguarded(spec: StoreSpec, site: StoreContext, mark: str = "") -> TierStore:
+    """Open a tier's store, verified or encrypted: with all keys, or with the one of this `mark`.
+    Raises what `open` raises."""
     if spec.encryption is not None:
-        return _encrypt(spec, spec.encryption, site)
+        keys = usable_keys(spec.encryption, mark)
+        from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
+
+        inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
+        return EncryptedStore(_with_verbs(inner), keys, site.payload_bytes)
     if finds_damage(spec):
         return _with_verbs(spec.open(site))
     record = replace(site, payload_bytes=record_bytes(site.payload_bytes))
@@ -99,23 +104,17 @@ def _with_verbs(store: TierStore) -> TierStore:
     return store
 
 
-def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) -> TierStore:
-    keys = usable_keys(encryption)
-    from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
-
-    inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
-    return EncryptedStore(_with_verbs(inner), keys, site.payload_bytes)
-
-
-def usable_keys(encryption: EncryptionSpec) -> tuple[bytes, ...]:
-    """Read the keys, and warn if all users can. Raises TierUnusable if nothing can be encrypted
-    here."""
+def usable_keys(encryption: EncryptionSpec, mark: str = "") -> list[bytes]:
+    """Read the keys, or the one of this mark, and warn if all users can. Raises TierUnusable if
+    nothing can be encrypted here."""
     try:
-        import tiers.wrappers.encryption  # noqa: F401 - what it needs may be missing
+        from tiers.wrappers.encryption import key_mark  # what it needs may be missing
     except ModuleNotFoundError as error:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
-        keys = read_keys(encryption.key_file)
+        keys = [key for key in read_keys(encryption.key_file) if mark in ("", key_mark(key))]
+        if not keys:
+            raise ValueError("it has not the key that this engine began with; restart the engine")
         open_to_all = encryption.key_file.stat().st_mode & 0o004
     except (ValueError, OSError) as error:
         raise TierUnusable(f"encryption.key_file {encryption.key_file}: {error}") from error

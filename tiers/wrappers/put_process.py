@@ -39,6 +39,7 @@ from tiers.store import (
     required,
     time_left,
 )
+from tiers.wrappers.integrity import StagedStore
 
 OPEN_SECONDS = 30.0
 """After so long one line says that a process has yet to open its store."""
@@ -52,6 +53,7 @@ class PutsApart(StoreWrapper):
         """Takes over `store`, opened by `spec`. Begins the process, and does not wait for it."""
         super().__init__(store)
         self._spec, self._site, self._name = spec, site, name
+        self._mark = store.key_mark if isinstance(store, StagedStore) else ""
         self.puts_here = ""
         """Why blocks are put here; empty: they are not, or a process has yet to open."""
         self._has_served = self._closed = False
@@ -66,7 +68,7 @@ class PutsApart(StoreWrapper):
             if self._before is not None and not self._before.kill():  # its device may hang
                 raise CannotServe(f"the process {self._before.number} can't be ended")
             earlier = PutCounts() if self._before is None else self._before.counts
-            self._process = _Process(self._spec, self._site, self._name, earlier)
+            self._process = _Process(self._spec, self._site, self._mark, self._name, earlier)
             if self._closed:  # meanwhile
                 raise CannotServe("the tier is closed")
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
@@ -161,8 +163,11 @@ class PutsApart(StoreWrapper):
 class _Process(Beside):
     """A process that has a store open."""
 
-    def __init__(self, spec: StoreSpec, site: StoreContext, name: str, earlier: PutCounts) -> None:
-        """`earlier`: what those before it had counted. Raises whatever a beginning may raise."""
+    def __init__(
+        self, spec: StoreSpec, site: StoreContext, mark: str, name: str, earlier: PutCounts
+    ) -> None:
+        """`mark`: of the key under which blocks are looked for. `earlier`: what those before it had
+        counted. Raises whatever a beginning may raise."""
         settings = _settings(spec)
         self.counts = self._earlier = earlier
         """What their stores have counted so far."""
@@ -173,7 +178,7 @@ class _Process(Beside):
         level = logging.getLogger("tiers").getEffectiveLevel()
         place = {"payload_bytes": site.payload_bytes, "num_ranks": site.num_ranks}
         with suppress(OSError):  # one that has ended is noticed when it is waited for
-            self.send({"settings": settings, "site": place, "level": level})
+            self.send({"settings": settings, "key_mark": mark, "site": place, "level": level})
 
     def wait_until_open(self) -> None:
         """Wait until its store is open, and try whether it can be given payloads. Raises what its

@@ -102,7 +102,7 @@ class _Server:
         pause = RETRY_AFTER
         while self._store is None:
             try:
-                self._store = open_unguarded(spec, site)
+                self._store = open_unguarded(spec, site, message["key_mark"])
             except FOR_NOW:  # as beside a process that stands still
                 if self._arrivals.poll(1000 * pause):  # the engine says that it ends
                     raise
