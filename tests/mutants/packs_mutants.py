@@ -343,8 +343,8 @@ MUTANTS = (
     STORE.but(
         "truth",
         "what has fails at is a miss",
-        "        if error is not None:\n            raise error\n        found.update(zip",
-        "        found.update(zip",
+        "or not (answered or any(answers))):\n",
+        "):\n",
     ),
     OVER_FILES.but(
         "truth",

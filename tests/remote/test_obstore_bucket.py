@@ -190,6 +190,8 @@ def test_a_range_behind_the_end_is_nothing_and_a_failure_is_none(troubled: Troub
         troubled.errors = [GenericError(error)] * 3
         with pytest.raises(TierUnavailable):
             troubled.read(start=start)
+    troubled.bucket.replace("pack", b"")
+    assert troubled.read() == b"", "else one that somebody cut would be a server that fails"
     troubled.bucket.delete(["pack"])
     assert troubled.read() is None and troubled.read(start=4) is None
 

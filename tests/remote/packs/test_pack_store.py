@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.remote.places import KINDS, FolderBucket, SharedDirectory
 from tests.support.clock import wait_for
 from tiers.block import Buffer
 from tiers.concurrency.executors import in_background
@@ -106,9 +108,12 @@ def test_what_some_packs_fail_of_is_missing_and_where_all_fail_that_is_said(tmp_
             with pytest.raises(TierUnavailable, match="no answer"):
                 verb(blocks)
             assert bucket.calls == 2, "one for each"
+        for look in (store.has, lambda keys: store.held_prefix([[key] for key in keys])):
+            with pytest.raises(TierUnavailable, match="no answer"):
+                look(keys)
         bucket.of = {names[1]}
-        with pytest.raises(TierUnavailable):
-            store.put(blocks)
+        assert store.put(blocks) == [True, False]
+        assert store.has(keys) == [True, False]
         bucket.of = set()
         assert store.put(blocks) == [True, True]
         bucket.of = {names[1]}
@@ -122,6 +127,55 @@ def test_what_some_packs_fail_of_is_missing_and_where_all_fail_that_is_said(tmp_
             store.get(blocks)
     finally:
         store.close()
+
+
+def cut_to(size: int) -> Callable[[Path], None]:
+    return lambda file: os.truncate(file, size)
+
+
+def with_another_bit(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+def under_a_folder(file: Path) -> None:
+    """It can be read no more."""
+    file.rename(file.with_name("moved"))
+    file.mkdir()
+
+
+HARMS = {
+    "empty": cut_to(0),
+    "cut": cut_to(pack.INDEX_BYTES - 1),
+    "changed": with_another_bit,
+    "not to be read": under_a_folder,
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_pack_that_can_t_be_used_takes_no_other_along(
+    kind: type[SharedDirectory | FolderBucket], harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    place, keys = kind(tmp_path / "kept"), [make_key() for _ in range(3)]
+    site, file = StoreContext(PAYLOAD), place.path / pack.name_of(keys[1])
+    with closing(place.spec(None).open(site)) as store:
+        assert store.put(Memory(keys, PAYLOAD).fill().blocks) == [True] * 3
+    for look in ("has", "held_prefix"):
+        harm(file)
+        with closing(place.spec(None).open(site)) as store:
+            if look == "has":
+                assert store.has(keys) == [True, False, True]
+            else:
+                assert store.held_prefix([keys[:1], keys[1:2], keys[2:]]) == [1, 0, 1]
+            assert store.get(Memory(keys, PAYLOAD).blocks) == [True, False, True]
+            is_gone = not file.is_dir()
+            assert store.put(Memory(keys, PAYLOAD).fill().blocks) == [True, is_gone, True]
+            if not is_gone:
+                file.rmdir()
+                file.with_name("moved").rename(file)
+            assert store.get(Memory(keys, PAYLOAD).blocks) == [True] * 3
 
 
 def test_a_put_of_which_a_part_fails_says_what_is_stored(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class PackStore:
         held = [False] * len(blocks)
         groups, deadline = self._groups(blocks), self._limit_of(blocks)
         for attempt in range(TRIES):
-            self._mark_held(groups, held, deadline)
+            self._mark_held(groups, held, deadline, answered=attempt > 0)
             if not attempt:
                 self._renewed.count("value", sum(held))
             pieces = [piece for group in groups for piece in _missing(group, held)]
@@ -232,11 +232,14 @@ class PackStore:
             group.wanted.setdefault(prefix.at - base, []).append(place)
         return list(found.values())
 
-    def _mark_held(self, groups: Sequence[_Group], held: list[bool], deadline: Deadline) -> None:
+    def _mark_held(
+        self, groups: Sequence[_Group], held: list[bool], deadline: Deadline, answered: bool
+    ) -> None:
         """Mark the blocks that the bucket has now: what is remembered of it is not believed."""
         asked = [group for group in groups if group.left(held)]
         probes = [search.cover(group.keys, group.left(held), self._known.get) for group in asked]
-        for group, spans in zip(asked, self._together(probes, deadline), strict=True):
+        found = self._together(probes, deadline, answered=answered)
+        for group, spans in zip(asked, found, strict=True):
             for span in spans:
                 for number in range(span.at, span.stop):
                     _mark(held, [group.wanted.get(number, [])])
@@ -255,8 +258,10 @@ class PackStore:
         probes: Sequence[Generator[Sequence[bytes], Found, R]],
         deadline: Deadline,
         known: bool = False,
+        answered: bool = False,
     ) -> list[R]:
-        """Let searches go on together; what they found. `known`: what is known is not read."""
+        """Let searches go on together; what they found. `known`: what is known is not read.
+        `answered`: the bucket has answered this verb, as it has in later rounds."""
         results: dict[int, R] = {}
         asked: dict[int, Sequence[bytes]] = {}
 
@@ -272,23 +277,26 @@ class PackStore:
             go_on(number, None)
         while asked:
             keys = [key for some in asked.values() for key in some]
-            found = self._indexes(keys, deadline, known)
+            found = self._indexes(keys, deadline, known, answered)
+            answered = True
             for number in list(asked):
                 go_on(number, found)
         return [results[number] for number in range(len(probes))]
 
     def _indexes(
-        self, keys: Sequence[bytes], deadline: Deadline, known: bool
+        self, keys: Sequence[bytes], deadline: Deadline, known: bool, answered: bool
     ) -> dict[bytes, Index | None]:
-        """The indexes of the packs that begin with these keys; None: there is no such pack."""
+        """The indexes of the packs that begin with these keys; None: there is no such pack, or it
+        alone can't be read. Raises when time is over, and where nothing has `answered`."""
         found = dict.fromkeys(keys)
         if known:
             found.update((key, self._known.get(key)) for key in keys)
         asked = [key for key, index in found.items() if index is None]
-        answers, error = self._each(self._read_index, asked, deadline)
-        if error is not None:
+        answers, error = self._each(lambda key: (self._read_index(key),), asked, deadline)
+        if error is not None and (deadline.is_over or not (answered or any(answers))):
             raise error
-        found.update(zip(asked, answers, strict=True))
+        each = zip(asked, answers, strict=True)
+        found.update((key, answer[0]) for key, answer in each if answer)
         return found
 
     def _read_index(self, key: bytes) -> Index | None:
