@@ -6,7 +6,7 @@ import random
 import secrets
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from tiers.block import HEADER_BYTES, MAX_KEY_BYTES, NAMESPACE_BYTES, parse_head
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierUnavailable, TierUnusable
+from tiers.remote.shared_spec import SharedSpec
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, Damages, TierStore, capability
+from tiers.store import Block, Damages, GatheredBlock, Prefix, TierStore, capability
 from tiers.testing import Memory, MemoryStore
 from tiers.wrappers import encryption, integrity
 from tiers.wrappers.encryption import SCALAR_MAX_KEYS, BlockCipher, HiddenNames, encrypted_bytes
@@ -373,6 +374,36 @@ def test_blocks_of_windows_are_found_under_every_key_while_keys_rotate() -> None
         [],
         [False, True],
     ]
+
+
+def test_a_conversation_goes_on_in_packs_while_keys_rotate(tmp_path: Path) -> None:
+    """What follows is under the new key, and what it began with is not."""
+    tmp_path.chmod(0o700)
+    space, keys = secrets.token_bytes(NAMESPACE_BYTES), [bytes([n] * 32) for n in range(3)]
+    prompt, other = ([space + secrets.token_bytes(24) for _ in range(150)] for _ in range(2))
+    with closing(SharedSpec(path=tmp_path).open(StoreContext(encrypted_bytes(100)))) as packs:
+        group = packs.pack_blocks()
+
+        def put(store: TierStore, first: int, last: int) -> bool:
+            numbers, memory = range(first, last), Memory(prompt[first:last], 100).fill()
+            return all(
+                store.put(
+                    [
+                        GatheredBlock(block.key, block.payload, None, Prefix(prompt, at, group))
+                        for at, block in zip(numbers, memory.blocks, strict=True)
+                    ]
+                )
+            )
+
+        for newest, (first, last) in enumerate([(0, 10), (10, 24), (24, 150)]):
+            store = encryption.EncryptedStore(packs, keys[newest::-1], 100)
+            assert put(store, first, last)
+            asked = [prompt, prompt[:15], other, prompt[:9] + other, []]
+            assert store.held_prefix(asked) == [last, min(last, 15), 0, 9, 0]
+        store.drop(prompt[:1])
+        assert store.held_prefix([prompt]) == [0]
+        assert put(store, 0, 10)
+        assert store.held_prefix([prompt]) == [150]
 
 
 @pytest.mark.parametrize(

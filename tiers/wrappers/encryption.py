@@ -224,10 +224,17 @@ class EncryptedStore(StagedStore):
         return required(self._inner, Packs).pack_blocks()
 
     def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
-        """As the store, under the names of the cipher that finds most."""
+        """As the store, under the names of the cipher that finds most: of all blocks, or of those
+        behind what is held under older ones, where keys have rotated within a prompt."""
         ask = required(self._inner, Packs).held_prefix
-        found = [ask([*map(cipher.names.of, prompts)]) for cipher in self._ciphers]
-        return [max(counts) for counts in zip(*found, strict=True)]
+        names = [*map(self._ciphers[-1].names.of, prompts)]
+        found = [*zip(ask(names), names, strict=True)]
+        for cipher in reversed(self._ciphers[:-1]):
+            names = [*map(cipher.names.of, prompts)]
+            names += [old[:n] + new[n:] for (n, old), new in zip(found, names, strict=True)]
+            counts = [*zip(ask(names), names, strict=True)]
+            found = [*map(max, counts[: len(prompts)], counts[len(prompts) :])]
+        return [count for count, _ in found]
 
     def held_blocks(self, prompts: Sequence[Sequence[bytes]]) -> list[list[bool]]:
         """As the store, under the name of any cipher."""
