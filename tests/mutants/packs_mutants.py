@@ -567,7 +567,7 @@ MUTANTS = (
     EVICTOR.but(
         "refusals",
         "what is refused is told in its own process alone",
-        'int(self._refused != "")',
+        'int(self._refused != "" or is_stuck)',
         "0",
     ),
     EVICTOR.but(

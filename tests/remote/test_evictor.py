@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from spec.offloading import StoreContext
 from tests.remote.places import DAY, KINDS, SIZE, Place, there
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import close, drive, measured, scheduler_of
-from tiers.errors import TierFull, TierUnusable
+from tiers.errors import TierFull, TierUnavailable, TierUnusable
 from tiers.remote import evictor
 from tiers.remote.evictor import Evictor
 from tiers.remote.packs.pack import name_of
@@ -50,6 +51,41 @@ def test_below_its_capacity_nothing_goes(place: Place) -> None:
     place.keeper(22 * SIZE, Clock()).step()
     place.keeper(None, Clock()).step()
     assert all(there(packs))
+
+
+@pytest.mark.fault
+def test_a_pack_that_can_t_be_deleted_keeps_no_other(place: Place) -> None:
+    """Nor is it left uncounted."""
+    clock, bucket = Clock(), place.bucket()
+    packs = place.fill([n * DAY for n in range(40)])
+    upkeep = Evictor(bucket, 30 * SIZE, place.lease(clock), place.pace, clock)
+    stuck, really = str(packs[-1].relative_to(place.path)), bucket.delete
+
+    def delete(names: Sequence[str]) -> None:
+        really([name for name in names if name != stuck])
+        if stuck in names:
+            raise TierUnavailable("Input/output error")
+
+    bucket.delete = delete
+    with pytest.raises(TierUnavailable, match="Input/output"):
+        upkeep.step()
+    assert there(packs) == [n < 27 or n == 39 for n in range(40)]
+    assert not upkeep.admits(3 * SIZE)
+    clock.now += 200
+    upkeep.step()
+    assert [upkeep.admits(SIZE) for _ in range(3)] == [True, True, False]
+    upkeep.ends(2 * SIZE, False)
+    other = place.keeper(30 * SIZE, clock)
+    for number in range(2 * evictor.FAILURES):
+        is_told = number >= evictor.FAILURES
+        assert ("can be evicted: Input/output error" in upkeep.warning()) == is_told
+        place.fill([DAY] * 5)
+        clock.now += 200
+        with pytest.raises(TierUnavailable, match="Input/output"):
+            upkeep.step()
+        assert place.held_bytes() == 28 * SIZE
+        other.step()
+        assert ("can't list or delete all" in other.warning()) == is_told
 
 
 @pytest.mark.parametrize("size", [600, 1500, 3000, 5000])

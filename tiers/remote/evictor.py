@@ -91,6 +91,8 @@ class Evictor:
         self._refused = self._refused_now = self._barred = ""
         """What this process's user may not list or delete, of the last round and of this one; and
         what it may not do with the lease."""
+        self._left: Exception | None = None
+        """Why a pack of this round was left that should have gone."""
         self._failures, self._failed = 0, ""
         """Steps that failed in a row, since the last round, and why the last one did."""
         self._count = Count()
@@ -223,9 +225,9 @@ class Evictor:
 
     def _round(self) -> None:
         """Count, and evict what is too much. Ends early where the lease is lost. Raises TierError,
-        OSError."""
+        OSError: in the end, why a pack could not be deleted."""
         ages: Counter[int] = Counter()
-        largest, self._refused_now = 0, ""
+        largest, self._refused_now, self._left = 0, "", None
         before, began, self._lasts = self._lease.count.used, self._clock(), math.inf
         for packs in self._listed():
             for pack in packs:
@@ -244,16 +246,19 @@ class Evictor:
         if self._beat():
             self._counted_at = began
             number = self._lease.count.round + 1
-            is_hindered = int(self._refused != "")
+            is_stuck = self._left is not None and self._failures >= FAILURES
+            is_hindered = int(self._refused != "" or is_stuck)
             if is_hindered and not used:  # what may not be listed is not empty
                 number, used = number - 1, before
             self._lease.count = Count(number, used, self._capacity or 0, is_hindered)
             self._next_beat = 0.0
             self._beat()
+        if self._left is not None:
+            raise self._left
 
     def _evict(self, ages: Counter[int], excess: int) -> int:
         """Delete the oldest packs, of so many bytes; how many bytes they had. Raises TierError,
-        OSError."""
+        OSError of the listing."""
         older = 0
         for last in sorted(ages):
             older += ages[last]
@@ -276,12 +281,15 @@ class Evictor:
         return freed
 
     def _deleted(self, packs: Sequence[Listed]) -> bool:
-        """Delete them, if this process's user may. Raises TierError, OSError."""
+        """Delete them, if they can be, and this process's user may."""
         try:
             if packs:
                 self._bucket.delete([pack.name for pack in packs])
         except TierRefused as error:
             self._note(error)
+            return False
+        except (TierError, OSError) as error:  # where all is down the next beat raises
+            self._left = error
             return False
         return True
 
