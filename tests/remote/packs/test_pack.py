@@ -8,6 +8,7 @@ import pytest
 import xxhash
 
 from tiers.errors import RecordError
+from tiers.host.slots import ALIGNMENT
 from tiers.remote.packs.pack import (
     INDEX_BYTES,
     MAX_PACK_BLOCKS,
@@ -19,6 +20,7 @@ from tiers.remote.packs.pack import (
     parse_index,
 )
 from tiers.testing import make_key
+from tiers.wrappers.encryption import encrypted_bytes
 
 
 def test_an_index_says_which_blocks_a_pack_has() -> None:
@@ -78,5 +80,7 @@ def test_a_pack_has_as_many_blocks_as_come_close_to_its_length() -> None:
     assert blocks_of_pack(1) == MAX_PACK_BLOCKS
     assert blocks_of_pack(64 << 10) == 64
     assert blocks_of_pack(2 << 20) == 4
-    assert blocks_of_pack((2 << 20) + 1) == 2
+    assert blocks_of_pack((2 << 20) + ALIGNMENT + 1) == 2
     assert blocks_of_pack(PACK_BYTES * 4) == 1
+    for size in (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, PACK_BYTES):
+        assert blocks_of_pack(encrypted_bytes(size)) == blocks_of_pack(size), "twice the requests"

@@ -15,6 +15,7 @@ import xxhash
 
 from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, Buffer, digest
 from tiers.errors import OtherFormat, RecordError
+from tiers.host.slots import ALIGNMENT
 
 PACK_VERSION = 1
 """Of the form, which each form names where this one does, in an index as long with its checksum at
@@ -60,9 +61,11 @@ class Index:
 
 
 def blocks_of_pack(payload_bytes: int) -> int:
-    """How many blocks of this length a group has, and a pack at most: a power of two."""
+    """How many blocks of this length a group has, and a pack at most: a power of two. A page less
+    counts: encryption makes each block so much longer, and packs of half as many would cost twice
+    the requests."""
     count = 1
-    while count < MAX_PACK_BLOCKS and 2 * count * payload_bytes <= PACK_BYTES:
+    while count < MAX_PACK_BLOCKS and 2 * count * (payload_bytes - ALIGNMENT) <= PACK_BYTES:
         count *= 2
     return count
 
