@@ -5,7 +5,8 @@ the namespace, and its length are associated data: only the block that was store
 someone with the encryption key, decrypts. A block's key is a digest of the prompt, which a reader
 could guess, so a store sees AES-CMACs of keys as names, behind their encrypted namespace.
 
-NIST SP 800-38D allows 2^32 encryptions under one key with random nonces: 8 PiB of blocks of 2 MiB.
+NIST SP 800-38D allows 2^32 encryptions under one key with random nonces, over all engines: 8 PiB of
+blocks of 2 MiB, 256 TiB of blocks of 64 KiB.
 """
 
 from __future__ import annotations
