@@ -9,8 +9,8 @@ PIPES = Source("redis", "tiers/remote/pipeline.py")
 STREAM = Source("redis", "tiers/remote/stream.py")
 SPEC = Source("redis", "tiers/remote/spec.py")
 
-HAS = '        return self._ask(self._names(keys), "reads", self._limit(len(keys)), b"EXISTS")\n'
-UNLINK = "        self._unlink(self._names(keys), self._limit(len(keys)))\n"
+HAS = '        return self._ask(self._names(keys), "reads", self._limit(len(keys) // ASKED), b"EXISTS")\n'
+UNLINK = "        self._unlink(self._names(keys), self._limit(len(keys) // ASKED))\n"
 
 MUTANTS = (
     STORE.but(

@@ -21,6 +21,8 @@ from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import wait_until
 from tiers.block import HEADER_BYTES, pack_header
 from tiers.errors import TierUnavailable
+from tiers.remote import redis_store
+from tiers.remote.stream import Deadline
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
 
@@ -134,6 +136,25 @@ def test_a_batch_of_many_windows(shared_server: RedisServer) -> None:
         assert put(store, *keys) == [True] * 160
         assert get(store, make_key(), *keys) == [False] + [True] * 160
         store.drop(keys)
+
+
+@pytest.mark.parametrize("verb", ["has", "drop"])
+def test_what_moves_no_blocks_may_take_little_more_than_the_timeout(
+    verb: str, shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server that hangs holds up a look-up for as long as its prompts are."""
+    given: list[float] = []
+
+    class Noted(Deadline):
+        def __init__(self, seconds: float) -> None:
+            given.append(seconds)
+            super().__init__(seconds)
+
+    with opened(shared_server.url, timeout="10s") as store:
+        monkeypatch.setattr(redis_store, "Deadline", Noted)
+        for count in (1, 400, 16384):
+            getattr(store, verb)([make_key() for _ in range(count)])
+    assert given[:2] == [10, 10] and 10 < given[2] < 11
 
 
 @pytest.mark.fault

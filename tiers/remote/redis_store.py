@@ -29,8 +29,11 @@ MAX_VALUE_BYTES = 512 << 20
 """Largest value of a Redis string (proto-max-bulk-len's default, and its hard limit of old)."""
 
 EACH = 0.01
-"""Extra seconds that a verb gets for each name: a thread of the engine that is busy with Python
-keeps ours waiting for 5 ms at a time."""
+"""Extra seconds that a verb gets for each turn, which a block takes that it moves, and `ASKED`
+names do otherwise: an engine's thread that is busy with Python keeps ours waiting for 5 ms."""
+
+ASKED = 500
+"""Names that are sent, and answered, in one call of the system."""
 
 
 class RedisNames:
@@ -52,9 +55,9 @@ class RedisNames:
     def close(self) -> None:
         self._topology.close()
 
-    def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
-        """The deadline of a verb that begins now, for this many names and bytes at most."""
-        return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
+    def _limit(self, turns: int, num_bytes: int = 0) -> Deadline:
+        """The deadline of a verb that begins now, for so many `turns` and bytes at most."""
+        return Deadline(self._timeout + EACH * turns + num_bytes / SLOWEST)
 
     def _dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
@@ -93,7 +96,7 @@ class RedisStore(RedisNames):
     A value that does not verify is a miss, and is dropped, so that the next `put` replaces it. So
     is one of a later version's codec: later versions read what this one stores.
 
-    A verb ends after `timeout`, plus `EACH` seconds a block and a second for each `SLOWEST` bytes,
+    A verb ends after `timeout`, plus `EACH` seconds a turn and a second for each `SLOWEST` bytes,
     connecting included, however many servers it asks; only a silent name server can make it take
     longer. A connection found dead when it is borrowed is made anew once, and names that moved
     within a cluster are looked for once more; nothing else is tried again. Verbs raise
@@ -125,7 +128,7 @@ class RedisStore(RedisNames):
         self._others = RepeatedLog(logger, self._place, "values of another version were met")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._ask(self._names(keys), "reads", self._limit(len(keys)), b"EXISTS")
+        return self._ask(self._names(keys), "reads", self._limit(len(keys) // ASKED), b"EXISTS")
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store the blocks that the server does not hold; the ttl of the others starts anew."""
@@ -214,7 +217,7 @@ class RedisStore(RedisNames):
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Drop these keys, for everybody who shares the server."""
-        self._unlink(self._names(keys), self._limit(len(keys)))
+        self._unlink(self._names(keys), self._limit(len(keys) // ASKED))
 
     def _limit_of(self, blocks: Sequence[Block]) -> Deadline:
         return self._limit(len(blocks), len(blocks) * self._payload_bytes)
