@@ -28,7 +28,7 @@ Not covered:
 - Under vLLM's own `OffloadingConnector` a bit that flips in host memory before the store gets a
   right checksum. Use memory that corrects errors.
 - The first sentinel to answer is believed. One that was cut off names an old master.
-- A draft model (EAGLE, MTP) may accept less after a load, never a wrong token.
+- A load may change which drafts are accepted: answers, too, under `synthetic` and `fly`.
 """
 
 
