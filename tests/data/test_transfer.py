@@ -140,7 +140,8 @@ def test_an_export_killed_at_ten_points_imports_bit_for_bit(
     ran = kvtiers("import", other, archive)
     assert ran.status == 0 and "there already" in ran.out
     assert raw(tmp_path / "other") == every
-    assert "whole already, 90 blocks" in kvtiers("export", chain, archive).out
+    ran = kvtiers("export", chain, archive)
+    assert ran.status == 1 and "whole already, 90 blocks" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -400,9 +401,29 @@ def test_a_note_of_an_archive_replaces_none_and_moves_no_cursor(
 
 
 def test_an_archive_is_a_file(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
-    for command in ("export", "import"):
-        ran = kvtiers(command, chain_of(tmp_path / "kv"), "-")
-        assert ran.status == 2 and "an archive is a file" in ran.err
+    for command, place, says in (
+        ("export", "-", "an archive is a file"),
+        ("import", "-", "an archive is a file"),
+        ("export", tmp_path / "none" / "a.kvt", "its folder is not there"),
+        ("import", tmp_path / "a.kvt", "found no such file; kvtiers export writes it"),
+    ):
+        ran = kvtiers(command, chain_of(tmp_path / "kv"), place)
+        assert ran.status == 2 and says in ran.err, ran
+
+
+def test_an_archive_is_not_taken_for_what_the_tier_holds_now(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """A nightly export onto last night's file ended with 0."""
+    chain, archive = chain_of(tmp_path / "kv"), tmp_path / "warm.kvt"
+    with disk.opened(tmp_path / "kv") as store:
+        disk.put(store, disk.keys(1))
+        assert kvtiers("export", chain, archive).status == 0
+        before = archive.read_bytes()
+        disk.put(store, disk.keys(2))
+    ran = kvtiers("export", chain, archive)
+    assert (ran.status, ran.out) == (1, "") and "whole already, 1 blocks; remove it" in ran.err
+    assert archive.read_bytes() == before
 
 
 def test_files_of_others_stay(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from spec.errors import one_line, one_of, reason_of
-from tiers.cli.arguments import DASH, ChainFile, bar, parsed, refused
+from tiers.cli.arguments import DASH, ChainFile, bar, check_places, parsed, refused
 from tiers.cli.status import span
 from tiers.errors import KVTiersError, TierUnusable
 
@@ -109,19 +109,18 @@ def export(
     """Write what a tier holds to an archive, to move a warm cache to another host.
 
     Runs beside engines. Killed anywhere, it goes on where it was when it is run again. Damaged
-    blocks are left out, and it ends with 1. Encrypted blocks stay encrypted.
+    blocks are left out, and it ends with 1. So it does where the archive is there already, which
+    stays as it is. Encrypted blocks stay encrypted.
 
     \b
     kvtiers export chain.yaml warm.kvt --tier disk
     """
-    from tiers.data.archive import count_of
+    from tiers.data.archive import require_new
     from tiers.data.transfer import export_tier, key_marks
 
     spec, wanted = _tier(file, tier), _parsed(rate)
-    done = count_of(archive)
-    if done is not None:
-        typer.echo(f"{archive}: whole already, {done:,} blocks; name another file to export anew")
-        return
+    check_places(archive, keep=[file])
+    require_new(archive)
     with _records(spec) as records, _bar(f"{spec.tier_name} is exported") as progress:
         report = export_tier(records, archive, key_marks(spec), _limit(wanted, records), progress)
     typer.echo(_transfer_line(f"{archive}", report))
@@ -143,6 +142,8 @@ def import_(file: ChainFile, archive: ArchiveFile, tier: TierOption = None) -> N
     from tiers.data.transfer import import_archive, import_notes
 
     spec = _tier(file, tier)
+    if not archive.exists():
+        raise refused(f"{archive}: found no such file; kvtiers export writes it")
     bar = _bar(f"{spec.tier_name} is filled")
     with closing(ArchiveReader(archive)) as reader, bar as progress:
         _require_keys(archive, reader.head.keys, spec)

@@ -278,13 +278,12 @@ class ArchiveWriter:
         release(self._handle)
 
 
-def count_of(path: Path) -> int | None:
-    """The records of an archive that is whole; None: it is not there. Raises ArchiveError."""
-    if not path.exists():
-        return None
-    with closing(ArchiveReader(path)) as reader:
-        for _ in reader.frames():
-            pass
-        if not reader.is_whole:
-            raise ArchiveError(f"{path}: not a whole archive; remove it, or name another file")
-        return reader.count
+def require_new(path: Path) -> None:
+    """Raise ArchiveError where a file is: an archive has what its tier held then, and not now."""
+    if path.exists():
+        with closing(ArchiveReader(path)) as reader:
+            blocks = sum(1 for _ in reader.frames())
+            found = f"whole already, {blocks:,} blocks"
+            if not reader.is_whole:
+                found = "not a whole archive"
+        raise ArchiveError(f"{path}: {found}; remove it, or name another file")
