@@ -14,7 +14,7 @@ from tiers.cli.arguments import CHAIN, bar, check_places, refused, write_json
 def bench(
     chain_file: Annotated[Path, CHAIN],
     save: Annotated[
-        Path, typer.Option(help="A machine's profile, whose tiers are written; all else stays.")
+        Path, typer.Option(help="A machine's profile, whose tiers are written, and all as JSON.")
     ],
     live: Annotated[
         list[str] | None,

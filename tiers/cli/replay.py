@@ -35,7 +35,7 @@ def replay(
     chain_file: Annotated[Path, CHAIN],
     profile: Annotated[
         Path | None,
-        typer.Option(help="The machine's YAML or JSON, which kvtiers bench makes."),
+        typer.Option(help="The machine's YAML or JSON, to which kvtiers bench adds the tiers."),
     ] = None,
     real: Annotated[
         bool,
@@ -67,7 +67,9 @@ def replay(
     kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json
     """
     if profile is None:
-        raise refused(f"no profile; make it: kvtiers bench --chain {chain_file} --save FILE")
+        from tiers.tuning.machine import EXAMPLE
+
+        raise refused(f"no profile; {EXAMPLE}, then kvtiers bench --chain {chain_file} --save FILE")
     check_places(json_file=json_file, keep=[trace, chain_file, profile])
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise refused(f"{folder}: it is no folder that can be written to; make it, or name another")

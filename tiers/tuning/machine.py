@@ -23,7 +23,10 @@ from tiers.tuning.report import DAY, YEAR
 
 KNOWN = "known"
 """The key, in a validation's context, of the values that a machine or a budget may leave out."""
-EXAMPLE = "write kv_bytes_per_token, engine_cache, prefill_rate and tiers"
+EXAMPLE = (
+    "write kv_bytes_per_token, engine_cache and prefill_rate: kvtiers curve prints the first of a "
+    "recording, vLLM's line KV cache size the tokens of the second, kvtiers status the third"
+)
 
 
 def _or_number(parse: Callable[[object], float]) -> Callable[[object], object]:
