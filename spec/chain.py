@@ -98,7 +98,8 @@ class RecordSpec(BaseModel, frozen=True, extra="forbid"):
 
     path: FolderPath = Field(
         examples=["/var/lib/kvtiers-trace"],
-        description="The recording's own folder; made if it is missing. Engines may share it.",
+        description="The recording's own folder; made if it is missing. Engines may share it, but "
+        "tune and recommend take one engine's.",
     )
     max: ByteSize = Field(
         default=1 << 30,
@@ -149,6 +150,7 @@ class WarmSpec(BaseModel, frozen=True, extra="forbid"):
 
     bytes: ByteSize | None = Field(
         default=None,
+        examples=["32GiB"],
         description="Limit the bytes that are loaded, over all ranks. Unset: the capacity of the "
         "first cpu tier.",
     )

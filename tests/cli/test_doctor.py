@@ -167,22 +167,37 @@ def test_the_engines_own_environment(
     assert "PYTHONHASHSEED is set" in out
 
 
-def test_the_folder_of_commands(kvtiers: Run, write: Any, tmp_path: Path) -> None:
-    """An engine would serve without it."""
+@pytest.mark.parametrize(
+    ("about", "use", "of_two"),
+    [
+        ("control", "engines listen to commands in", "warning     control: {}/a/b: No such file"),
+        (
+            "record",
+            "requests are recorded in",
+            "fine        record: requests are recorded in",
+        ),
+        ("events", "what was announced is kept in", "warning     events: {}/a/b: No such file"),
+    ],
+)
+def test_the_folder_of_commands_and_others(
+    kvtiers: Run, write: Any, tmp_path: Path, about: str, use: str, of_two: str
+) -> None:
+    """An engine would serve without it. `of_two`: where what the folder is in is missing, too."""
     (tmp_path / "file").touch()
     (tmp_path / "there").mkdir(mode=0o700)
     for name, says in (
-        ("new", "fine        control: engines listen"),
-        ("there", "fine        control: engines listen"),
+        ("new", f"fine        {about}: {use}"),
+        ("there", f"fine        {about}: {use}"),
+        ("a/b", of_two.format(tmp_path)),
         ("file", "is no folder"),
         ("x" * 300, "x: File name too long"),
     ):
-        control = {"folder": str(tmp_path / name)}
-        status, out, _ = kvtiers(
-            "doctor", write({"type": "cpu", "capacity": "1MiB"}, control=control)
-        )
-        assert status == 0 and says in out and out.count("control: ") == 1
-    assert not (tmp_path / "new").exists() and (tmp_path / "there").exists()
+        folder = {"path" if about == "record" else "folder": str(tmp_path / name)}
+        chain = write({"type": "cpu", "capacity": "1MiB"}, **{"control": None, about: folder})
+        status, out, _ = kvtiers("doctor", chain)
+        assert status == 0 and says in out and out.count(f"{about}: ") == 1
+        assert says.startswith("fine") or "name another" in out or "name one" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "there", "chain.yaml"}
 
 
 def test_options_that_can_not_be_used(kvtiers: Run, tmp_path: Path) -> None:

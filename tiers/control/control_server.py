@@ -79,7 +79,7 @@ def prepare_folder(folder: Path) -> None:
             folder.mkdir(mode=0o700)
         info = folder.lstat()
     except OSError as error:
-        raise FolderRefused(f"{folder}: {error.strerror}") from error
+        raise FolderRefused(f"{folder}: {error.strerror}; make it, or name another") from error
     if not stat.S_ISDIR(info.st_mode):
         raise FolderRefused(f"{folder} is no folder; name one")
     if why := foreign(info):

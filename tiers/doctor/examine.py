@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from spec.chain import ChainSpec, ControlSpec
+from spec.chain import ChainSpec
 from spec.errors import describe_error
 from spec.findings import GRAVITIES, DoctorFinding
 from spec.load import load_chain
@@ -52,8 +52,8 @@ def examine(
         checks.append(_check("engine", ask, ENGINE_SECONDS))
     elif chain is not None:
         checks.append(_check("engine", partial(examine_hashes, chain, environ), seconds))
-    if chain is not None and chain.control is not None:
-        checks.append(_check("control", partial(_examine_control, chain.control), seconds))
+    folders = () if chain is None else _folders(chain)
+    checks += [_check(one[0], partial(_examine_folder, *one), seconds) for one in folders]
     checks.append(_check("plugins", examine_plugins, PLUGIN_SECONDS))
     hangs = DoctorFinding(
         "error",
@@ -89,19 +89,32 @@ def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
         )
 
 
-def _examine_control(control: ControlSpec) -> Iterator[DoctorFinding]:
-    folder = control.folder or runtime_folder()
-    there = os.path.exists(folder)  # Path.exists raises for a name that is too long
-    try:
-        prepare_folder(folder)
-    except FolderRefused as error:
+def _folders(chain: ChainSpec) -> Iterator[tuple[str, Path, str, str]]:
+    """Of each folder of a chain that is no tier's: the key of it, its use and what hangs on it."""
+    if (control := chain.control) is not None:
         cost = "without it kvtiers status, explain and apply reach no engine; tiers serve"
+        yield "control", control.folder or runtime_folder(), "engines listen to commands in", cost
+    if chain.record is not None:
+        cost = "without it no request is recorded; tiers serve"
+        yield "record", chain.record.path, "requests are recorded in", cost
+    if (folder := chain.events.folder) is not None:
+        cost = "what is announced again after a restart; tiers serve"
+        yield "events", folder, "what was announced is kept in", cost
+
+
+def _examine_folder(about: str, folder: Path, use: str, cost: str) -> Iterator[DoctorFinding]:
+    # Path.exists raises for a name that is too long. Recorders alone make what a folder is in, too.
+    missing = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
+    place = missing[-1] if missing and about == "record" else folder
+    try:
+        prepare_folder(place)
+    except FolderRefused as error:
         yield DoctorFinding.of_line("warning", str(error), cost)
         return
-    if not there:
+    if missing:
         with suppress(OSError):  # an engine may use it by now
-            folder.rmdir()
-    yield DoctorFinding("fine", f"engines listen to commands in {folder}")
+            place.rmdir()
+    yield DoctorFinding("fine", f"{use} {folder}")
 
 
 def examine_model(
