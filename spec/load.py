@@ -29,6 +29,8 @@ _PLAIN_REMEDIES = {
     "string_type": "write text, in quotes if it looks like a number, a date, or yes and no",
     "path_type": "write a path, like /var/lib/kvtiers",
     "dict_type": "write a mapping, a line key: value for each",
+    "float_parsing": "write a number, like 0.25",
+    "int_parsing": "write a whole number, like 2",
     "bool_type": "use true or false",
     "bool_parsing": "use true or false",
     "tuple_type": "write a list, one line that begins with - for each",
@@ -110,7 +112,8 @@ def _line(problem: Problem, document: Document, source: str, slips: Mapping[Loc,
 def _remedy(problem: Problem, document: Document) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if problem["loc"] == ("version",) and document.model is None:
-        return f"this kvtiers understands version {FORMAT_VERSION}"
+        quoted = "; write it without quotes" if problem["input"] == str(FORMAT_VERSION) else ""
+        return f"this kvtiers understands version {FORMAT_VERSION}{quoted}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
         value = document.value(document.known_part(problem["loc"]))
