@@ -219,3 +219,8 @@ def test_malformed_limits_are_none_and_the_problem_is_named(
     limits, problem = read(caplog, FakeRequest(kv_transfer_params={"kvtiers": said}))
     assert limits == UNLIMITED
     assert named in problem
+    if isinstance(said, dict) and "store" not in said:
+        unstored = FakeRequest(kv_transfer_params={"kvtiers": {**said, "store": False}})
+        limits, problem = read(caplog, unstored)
+        assert limits == RequestLimits(store=False), "what must not be stored never is"
+        assert named in problem

@@ -202,7 +202,7 @@ class RequestReader:
         return hints
 
     def limits(self, request: Request) -> RequestLimits:
-        """A request's limits; malformed ones are as if there were none.
+        """A request's limits; of malformed ones all are as if there were none, but `store: false`.
 
         A request that may not use its engine's own cached prefixes (prompt log-probabilities need
         every token computed) loads none either.
@@ -213,8 +213,10 @@ class RequestReader:
         if entry is not None:
             found = _validated(RequestLimits, entry, KEY)
             if isinstance(found, str):
-                ignored = "request %s has limits that are ignored: %r"
+                ignored = "request %s: all of its limits are ignored, but store: false: %r"
                 self._limits_log.log(ignored, request.request_id, found)
+                if isinstance(entry, Mapping) and entry.get("store") is False:
+                    limits = RequestLimits(store=False)
             else:
                 limits = found
         if getattr(request, "skip_reading_prefix_cache", False):
