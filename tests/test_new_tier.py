@@ -87,6 +87,8 @@ def test_a_tier_that_stored_nothing_is_named(
     (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
     said = CliRunner().invoke(app, ["try", str(tmp_path / "chain.yaml")])
     assert "disk stored nothing" in said.output and "cpu stored nothing" not in said.output
+    asks = f"each tier was tried in an empty place: kvtiers doctor {tmp_path}/chain.yaml asks yours"
+    assert said.output.splitlines()[-2] == asks, "a Redis that nobody reaches passed"
     assert said.exit_code == 0
 
 

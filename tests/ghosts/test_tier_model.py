@@ -82,6 +82,14 @@ def test_a_tenth_tells_its_error() -> None:
         assert abs(found.stores - stores / asked) < 0.1
 
 
+def test_an_error_is_no_more_than_all() -> None:
+    """Of little traffic `kvtiers status` showed 0.0% +- 354.8%."""
+    model, prompts = TierModel([1000], 1, 500), [[1 << 40], [1 << 62, 1 << 63]]
+    modelled(prompts, model)
+    (found,) = model.estimates(3, 0)
+    assert (found.hits, found.error) == (0, 1)
+
+
 def test_a_hit_counts_below_the_first_miss_only_and_before_any_touch() -> None:
     model = TierModel([100], 1, 100)
     model.request(Sampled([1, 2, 3], [1, 2, 3], 0))

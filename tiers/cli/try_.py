@@ -12,8 +12,8 @@ from tiers.cli.arguments import ChainFile
 def try_(chain_file: ChainFile) -> None:
     """See a chain work in a minute, without a model: in two processes, one after the other.
 
-    Its tiers are tried in empty places; where engines keep their blocks nothing changes. Ends with
-    status 1 if an answer was wrong.
+    Its tiers are tried in empty places, a Redis on a server of its own; those that engines use
+    are neither changed nor asked. Ends with status 1 if an answer was wrong.
 
     \b
     kvtiers try chain.yaml
@@ -36,6 +36,7 @@ def try_(chain_file: ChainFile) -> None:
     typer.echo("\n".join(aligned(rows)))
     for name in (name for name, stored in first.stored.items() if not stored):
         typer.echo(f"{name} stored nothing: the log above says why, or its settings do")
+    typer.echo(f"each tier was tried in an empty place: kvtiers doctor {chain_file} asks yours")
     wrong = first.wrong + second.wrong
     typer.echo(f"{wrong} of {first.prompts + second.prompts} answers were wrong")
     if wrong:

@@ -183,8 +183,8 @@ class TierModel:
         ]
         mean = sum(each) / PARTS
         variance = sum((one - mean) ** 2 for one in each) / (PARTS - 1) / PARTS
-        error = 2 * math.sqrt(variance * (1 - self.rate))
         whole = cold + hot
+        error = min(2 * math.sqrt(variance * (1 - self.rate)), whole)
         hits = min(max(hot + mean, 0.0), whole)
         return Estimate(hits / whole, error / whole, size.stores / self.rate / whole)
 
