@@ -200,4 +200,5 @@ def test_a_server_is_as_large_as_the_chain_says(
         ran = kvtiers("replay", *arguments, *how, "--json", tmp_path / "r.json")
         assert ran.status == 0, ran.err
         hits.append(json.loads((tmp_path / "r.json").read_text())["tiers"][0]["hit_tokens"])
-    assert hits[0] == 50 * 5 * 512 and hits[1] < hits[0] / 5
+    # The engine, which is left nothing to compute, may be measured by a block.
+    assert hits[0] in (50 * 5 * 512, 50 * 5 * 512 - 512) and hits[1] < hits[0] / 5

@@ -457,13 +457,13 @@ class LookupLatency:
         self._now = now
         self._usual: dict[int, float] = {}
 
-    def _waited(self, request_state: RequestState, since: float) -> float:
-        return min(self._now() - since, request_state.wait_budget.lookup_seconds)
+    def _waited(self, request_state: RequestState, since: float, now: float) -> float:
+        return min(now - since, request_state.wait_budget.lookup_seconds)
 
     def left(self, child: int, request_state: RequestState) -> float:
         """Estimated seconds until the answer; at least as many as were waited already."""
-        since = request_state.looking.setdefault(child, self._now())
-        waited = self._waited(request_state, since)
+        now = self._now()
+        waited = self._waited(request_state, request_state.looking.setdefault(child, now), now)
         return max(self._usual.get(child, 0.0) - waited, waited)
 
     def answered(self, child: int, request_state: RequestState, tier: Explained) -> None:
@@ -471,7 +471,8 @@ class LookupLatency:
         since = request_state.looking.pop(child, None)
         if since is not None:
             times = tier.lookup_times(request_state.request)
-            waited = min(times.waited - times.notice, self._waited(request_state, since))
+            longest = self._waited(request_state, since, self._now())
+            waited = min(times.waited - times.notice, longest)
             usual = self._usual.get(child, waited)
             self._usual[child] = KEEP * usual + (1 - KEEP) * waited
 
@@ -479,6 +480,6 @@ class LookupLatency:
         """The request begins, without waiting for the answers that are missing."""
         for child, since in request_state.looking.items():
             # A wait in vain is expected to take as long again.
-            in_vain = 2 * self._waited(request_state, since)
+            in_vain = 2 * self._waited(request_state, since, self._now())
             self._usual[child] = max(FADE * self._usual.get(child, 0.0), in_vain)
         request_state.looking.clear()
