@@ -94,13 +94,14 @@ def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPoli
 
 
 @pytest.mark.parametrize("end", ["its load ends", "it ends"])
+@pytest.mark.parametrize("by", ["a child", "the list that it is in"])
 def test_who_finds_no_room_beside_its_load_waits_for_that_and_then_goes_on_without_one(
-    end: str,
+    end: str, by: str
 ) -> None:
     """Nothing runs meanwhile, as on a decode node that pulls all that it answers."""
     multi, first, other = chain(Foreign(40)), FakeRequest(), FakeRequest("other")
     assert multi.get_num_new_matched_tokens(first, 0) == (40, True)
-    multi.update_state_after_alloc(first, BLOCKS, 40)
+    multi.update_state_after_alloc(first, BLOCKS, 40 if by == "a child" else 0)
 
     def asked() -> list[Any]:
         return [

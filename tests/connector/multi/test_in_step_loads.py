@@ -66,7 +66,9 @@ class Engine:
         """The results of the first step that is in flight are here."""
         number = self.orders.pop(0).step
         whole = None if number is None else MultiWorkerMetadata((None,), number)
-        output: Any = SimpleNamespace(kv_connector_worker_meta=whole, invalid_block_ids={*failed})
+        output: Any = SimpleNamespace(
+            kv_connector_worker_meta=whole, invalid_block_ids={*failed}, finished_recving=None
+        )
         self.multi.update_connector_output(output)
 
 

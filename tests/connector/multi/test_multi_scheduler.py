@@ -39,7 +39,9 @@ FAN_OUT: dict[str, tuple[Any, ...]] = {
     "bind_kv_cache_manager": (SimpleNamespace(block_pool=POOL),),
     "bind_gpu_block_pool": (POOL,),
     "on_new_request": (REQUEST,),
-    "update_connector_output": (SimpleNamespace(kv_connector_worker_meta=None),),
+    "update_connector_output": (
+        SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None),
+    ),
     "request_finished": (REQUEST, [1, 2]),
     "request_finished_all_groups": (REQUEST, ([1, 2], [3])),
     "reset_cache": (),

@@ -2,33 +2,131 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
+from tiers.lab.replay.requests import CachedRequests
+
+PULLS = {"do_remote_prefill": True}
+
+
+class Node:
+    """An engine with blocks of four tokens, to which others send KV."""
+
+    def __init__(self, weights: str = "ours") -> None:
+        self.requests = RequestTable(EngineInfo({}, 4, 4, 100))
+        self.requests.know_weights(weights)
+        self.doubts = Doubts(self.requests)
+
+    def begins(
+        self, name: str, table: list[int], new: int, sent: str | None = None, **more: Any
+    ) -> RequestState:
+        """The engine gives a request blocks, those from a place on anew; `sent`: what the node
+        says that sends them, "node" before it knows."""
+        entry = {"weights": "" if sent == "node" else sent, "node": "node"}
+        params = {} if sent is None else {"kvtiers": entry, **PULLS, **more}
+        state = self.requests.of(FakeRequest(name, kv_transfer_params=params))
+        state.given((table,))
+        state.in_doubt = True
+        self.doubts.allocated(state, new, in_step=False)
+        return state
+
+    def step(self, *new: tuple[str, list[int], int], **on: tuple[int, list[int]]) -> None:
+        """New requests compute the block behind those that they have; others that run go on from a
+        token, with more blocks."""
+        tokens = {name: 4 for name, *_ in new} | dict.fromkeys(on, 4)
+        began = [FakeNewRequest(name, 4 * before, (table,)) for name, table, before in new]
+        added: list[Any] = [(more,) for _, more in on.values()]
+        cached: Any = CachedRequests([*on], set(), added, [before for before, _ in on.values()])
+        step: Any = FakeStep(tokens, *began)
+        step.scheduled_cached_reqs = cached
+        assert self.doubts.step_begins(self.requests.begin_step(step).scheduled, None) == []
+
+    def stores(self, name: str, table: list[int], new: int) -> bool:
+        """Whether a request's blocks may be stored that begins so; tiers load one of them."""
+        state = self.begins(name, table, new)
+        self.step((name, table, new + 1))
+        return state.stores
 
 
 def test_neither_the_null_block_nor_one_that_is_loaded_anew_is_in_doubt() -> None:
-    requests = RequestTable(EngineInfo({}, 4, 4, 100))
-    requests.know_weights("ours")
-    doubts = Doubts(requests)
+    node = Node()
+    node.begins("pulled", [0, 1, 2, 3], 0, sent="others")
+    assert not node.stores("finds it as soon", [0, 1, 4, 5], 2)
+    assert {*node.doubts._sent} == {1, 2, 3, 5}
+    assert node.stores("finds nothing of it", [0, 6, 7], 1)
+    assert node.stores("is given its blocks", [8, 1, 9], 1)
 
-    def begins(name: str, table: list[int], new: int, sent: str | None = None) -> RequestState:
-        """The engine gives a request blocks, those from a place on anew."""
-        params = {"kvtiers": {} if sent is None else {"weights": sent}}
-        state = requests.of(FakeRequest(name, kv_transfer_params=params))
-        state.given((table,))
-        doubts.allocated(state, new, in_step=False)
-        return state
 
-    def stores(name: str, table: list[int], new: int) -> bool:
-        """Whether a request's blocks may be stored that begins so; tiers load one of them."""
-        state = begins(name, table, new)
-        step = FakeStep({name: 4}, FakeNewRequest(name, (new + 1) * 4, (table,)))
-        assert [*doubts.step_begins(requests.begin_step(step).scheduled, None)] == []
-        return state.stores
+@pytest.mark.parametrize("sent", ["others", "node"])
+def test_what_comes_before_that_is_not(sent: str) -> None:
+    """As a system prompt that all requests have, and that was here."""
+    node = Node()
+    node.begins("pulled", [1, 2, 3, 4], 2, sent=sent)
+    node.step(("pulled", [1, 2, 3, 4], 3))
+    assert node.stores("has the beginning", [1, 2, 5, 6], 2)
+    assert not node.stores("finds what was sent", [1, 2, 3, 7, 8], 3)
+    assert not node.stores("finds what was computed behind", [1, 2, 3, 4, 9, 10], 4)
 
-    begins("pulled", [0, 1, 2, 3], 1, sent="others")
-    assert not stores("finds it as soon", [0, 1, 4, 5], 2)
-    assert stores("finds nothing of it", [0, 6, 7], 1)
-    assert stores("is given its blocks", [8, 1, 9], 1)
+
+def test_a_client_that_only_says_so_is_not_heeded() -> None:
+    node = Node()
+    entry = {"kvtiers": {"weights": "others"}}
+    state = node.requests.of(FakeRequest("client", kv_transfer_params=entry))
+    assert state.stores and not state.sent
+
+
+@pytest.mark.parametrize("named", ["ours", "others"])
+def test_a_node_that_names_its_weights_later_is_believed_for_what_it_sent_before(
+    named: str,
+) -> None:
+    node = Node()
+    assert not node.begins("pulled", [1, 2, 3], 0, sent="node").stores
+    assert not node.stores("finds it meanwhile", [1, 2, 5, 6], 2)
+    node.begins("pulled from an other node", [20, 21], 0, sent=named, kvtiers={"weights": named})
+    assert not node.stores("finds it yet", [1, 2, 7, 8], 2)
+    node.begins("pulled later", [10, 11], 0, sent=named)
+    for number in (30, 40):
+        is_stored = node.stores(f"finds it {number}", [1, 2, number, number + 1], 2)
+        assert is_stored == (named == "ours")
+    assert bool({1, 2} & node.doubts._sent.keys()) == (named != "ours")
+
+
+def test_what_another_computes_behind_it_in_the_same_step_is_found_by_who_comes_first() -> None:
+    """The engine's step has those that begin before those that go on."""
+    node = Node()
+    node.begins("pulled", [1, 2], 0, sent="others")
+    node.step(("pulled", [1, 2], 1))
+    finder = node.begins("finder", [1, 2, 3, 4], 3)
+    node.doubts._sent.pop(1)
+    node.doubts._sent.pop(2)
+    node.step(("finder", [1, 2, 3, 4], 3), pulled=(8, [3]))
+    assert not finder.stores
+
+
+def test_a_block_that_another_computes_anew_is_right_and_nobody_is_looked_at_twice() -> None:
+    node = Node()
+    node.begins("pulled", [1, 2, 3], 0, sent="others")
+    runs = node.begins("runs", [4], 1)
+    node.step(("runs", [4], 0))
+    assert not runs.in_doubt
+    node.requests.forget(FakeRequest("pulled"))
+    node.step(runs=(4, [2]))
+    assert node.stores("finds that", [4, 2, 5, 6], 2)
+    assert not node.stores("finds the other", [1, 7, 8], 1)
+
+
+def test_until_its_own_weights_are_known_a_node_stores_nothing_of_it() -> None:
+    node = Node("")
+    pulled = node.begins("pulled", [1, 2], 0, sent="ours")
+    found = node.begins("found", [1, 3, 4], 1)
+    node.step(("found", [1, 3, 4], 2))
+    assert not pulled.stores and not found.stores
+    node.requests.know_weights("ours")
+    assert pulled.stores and found.stores
+    assert node.stores("later", [1, 5, 6], 1)

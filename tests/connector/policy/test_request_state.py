@@ -10,6 +10,7 @@ import pytest
 from bench.scheduled import Step
 from tests.support.clock import Clock
 from tests.support.fake_requests import (
+    BLOCKS,
     IDLE_STEP,
     FakeNewRequest,
     FakeRequest,
@@ -215,7 +216,8 @@ def test_weights_are_known_for_good_and_store_nothing_that_may_not_be() -> None:
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     entries: list[dict[str, Any]] = [{"weights": "others"}, {"weights": "ours"}]
     entries += [{"weights": "ours", "store": False}, {}]
-    requests = [FakeRequest(str(entry), kv_transfer_params={"kvtiers": entry}) for entry in entries]
+    pulls = [{"kvtiers": entry, "do_remote_prefill": True} for entry in entries]
+    requests = [FakeRequest(str(params), kv_transfer_params=params) for params in pulls]
     states = [table.of(request) for request in requests]
     assert [one.stores for one in states] == [True, True, False, True], "no tier is shared"
     table.know_weights("")
@@ -335,3 +337,15 @@ def test_where_prompts_alone_are_stored_an_answer_completes_no_block() -> None:
     table.of(FakeRequest("r", 8, [b"a", b"b", b"c"]))
     step = table.begin_step(FakeStep({"r": 12}, FakeNewRequest("r", 0, ([1, 2, 3],))))
     assert [run.complete for run in step.scheduled] == [2]
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_who_runs_is_not_loaded_beside_the_steps(is_resumed: bool) -> None:
+    table, request = RequestTable(EngineInfo({}, 4, 4, 100)), FakeRequest()
+    table.allocated(request, BLOCKS)
+    assert table.loads_beside
+    step: Any = FakeStep({"r": 4}, *[] if is_resumed else [FakeNewRequest("r", 0, ([1],))])
+    if is_resumed:
+        step.scheduled_cached_reqs = CachedRequests(["r"], {"r"}, [([1],)], [0])
+    table.begin_step(step)
+    assert not table.loads_beside

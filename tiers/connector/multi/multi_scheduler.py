@@ -33,7 +33,7 @@ from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.load_room import LoadRoom
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.request_params import CACHED, KEY, WEIGHTS
+from tiers.connector.policy.request_params import CACHED, KEY
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
@@ -119,8 +119,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         )
         self._as_computed = settings.as_computed
         self._in_pieces: list[RequestState] = []
-        self._beside: set[str] = set()
-        """Requests that connectors of the engine load beside the steps."""
         self._stood = 0
         """Steps in a row that ran nothing and beside which nothing was loading. An engine that can
         go on has no more of them than steps in flight, at most one more than ranks."""
@@ -239,8 +237,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._doubts.allocated(request_state, first, in_step)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
-        if num_external_tokens and choice.is_async and not serving.keys() <= self._loaders.keys():
-            self._beside.add(request.request_id)
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
         self._room.ends(request_state)
@@ -311,8 +307,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         step = self._requests.begin_step(scheduler_output)
         measures = self._loaders or self._doubts
         number = self._prefill.step_begins(step.prompt_tokens) if measures else None
-        for request in self._doubts.step_begins(step.scheduled, number):
-            self.disable_store(request)
+        for request_state in self._doubts.step_begins(step.scheduled, number):
+            self.disable_store(request_state.request)
         self._room.step_begins()
         self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
@@ -321,7 +317,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         changes = () if self.changes is None else self.changes.step()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         is_loading = any(loader.load_cost.is_loading for loader in self._loaders.values())
-        runs = is_loading or self._beside or scheduler_output.num_scheduled_tokens
+        runs = scheduler_output.num_scheduled_tokens or is_loading or self._requests.loads_beside
         self._stood = 0 if runs else self._stood + 1
         orders = self._agreement.orders(metadata)
         parts = metadata, saves, number, orders, changes, pieces
@@ -346,8 +342,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._note_prefill_rate()
         if self._doubts and number is not None:
             self._doubts.heard(number, connector_output.invalid_block_ids)
-        if self._beside:
-            self._beside.difference_update(connector_output.finished_recving or ())
+        self._requests.arrived(connector_output.finished_recving or ())
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.
@@ -445,7 +440,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             if entry := self.entry_of_response(request, cached):
                 merged = merge_parameters(merged or {}, {KEY: entry})
         finally:
-            self._beside.discard(request.request_id)
             if request_state is not None:
                 self._room.ends(request_state)
                 if self._sharing is not None:
@@ -463,13 +457,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def entry_of_response(self, request: Request, cached: Mapping[str, int]) -> dict[str, Any]:
         """Our entry of a response's parameters: what is `cached`, but not beside parameters of
-        another connector, which a proxy takes for its own. To one whose KV another node takes: what
-        names the weights, since that node stores what it computes behind it; empty while that is
-        not known, which none of its weights is."""
+        another connector, which a proxy takes for its own; to one whose KV another node takes, what
+        names the weights."""
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Mapping) and params.get("do_remote_decode"):
-            weights = self._requests.weights_of(request)
-            return {} if weights is None else {WEIGHTS: weights}
+            return dict(self._requests.entry_of_weights(request))
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
         return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Sequence, Set
 from itertools import chain, dropwhile
 
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
-from tiers.contract.protocols import NULL_BLOCK, Request
+from tiers.contract.protocols import NULL_BLOCK
 
 
 class Doubts:
@@ -36,54 +36,72 @@ class Doubts:
     def allocated(self, request_state: RequestState, first: int, in_step: bool) -> None:
         """The engine has given a request its blocks from `first` on anew; `in_step`: some are
         loaded within the step."""
-        if in_step or self._is_concerned(request_state):
+        if in_step or request_state.sent or self._blocks or self._sent:
             new = set[int]().union(*(table[first:] for table in request_state.tables))
-            self._blocks -= new
-            self._failed -= new
-            self._note_sent(request_state, set(), new)
+            new.discard(NULL_BLOCK)
+            self._are_right(new)
+            self._mark_sent(new, self._requests.judge(request_state))
             if in_step:
                 self._blocks |= new
 
-    def _is_concerned(self, request_state: RequestState) -> bool:
-        is_sent = bool(request_state.sent) and not request_state.stores
-        return is_sent or bool(self._blocks or self._sent)
-
-    def step_begins(self, runs: Iterable[Scheduled], number: int | None) -> Iterator[Request]:
+    def step_begins(self, runs: Sequence[Scheduled], number: int | None) -> list[RequestState]:
         """Those of its requests that compute behind blocks in doubt. `number`: of the step, if its
         end is heard, as of each that loads."""
         if self._blocks and number is not None:
             self._unheard[number] = []
+        looked_at, found = list[tuple[RequestState, set[int]]](), list[RequestState]()
+        if not (self._blocks or self._sent or any(run.request_state.sent for run in runs)):
+            for run in runs:
+                run.request_state.in_doubt = False
+            return found
         for run in runs:
-            request_state = run.request_state
-            if not self._is_concerned(request_state):
-                continue
-            written = set[int]()
+            request_state, written = run.request_state, set[int]()
             self._requests.groups.add_written(written, request_state.tables, run.before)
-            tables = chain.from_iterable(request_state.tables)
-            blocks = [block for block in tables if block != NULL_BLOCK]
-            found = {*blocks} - written
-            self._note_sent(request_state, found, written)
-            if self._blocks.isdisjoint(found):
-                self._blocks -= written
-                self._failed -= written
-                continue
-            behind = [*dropwhile(lambda block: block not in self._blocks, blocks)]
-            self._blocks.update(behind)
-            for heard_then in [*self._unheard.values()][-1:]:
-                heard_then.append(behind)
-            if not self._unheard:
-                self._failed.update(behind)
-            yield request_state.request
+            if request_state.in_doubt:
+                looked_at.append((request_state, written))
+            else:
+                self._are_right(written)
+        # Twice: one may find what another, that comes later here, computes in this very step.
+        for request_state, written in looked_at * 2:
+            if self._is_doubtful(request_state, written) and request_state not in found:
+                found.append(request_state)
+        return found
 
-    def _note_sent(self, request_state: RequestState, found: Set[int], written: Set[int]) -> None:
+    def _is_doubtful(self, request_state: RequestState, written: set[int]) -> bool:
+        """Whether a request computes what it writes behind blocks in doubt, which that is then; of
+        what was sent the request itself knows."""
+        blocks = [one for one in chain.from_iterable(request_state.tables) if one != NULL_BLOCK]
+        found = {*blocks} - written
         for block in found & self._sent.keys():
             request_state.sent |= self._sent[block]
         others = self._requests.judge(request_state)
-        for block in found | written:
+        self._mark_sent(written if others else found | written, others)
+        is_behind = not self._blocks.isdisjoint(found)
+        # Whoever begins with nothing in doubt goes on so: what it is given later it writes itself.
+        request_state.in_doubt = bool(others) or is_behind
+        if not is_behind:
+            self._blocks -= written
+            self._failed -= written
+            return False
+        behind = [*dropwhile(lambda block: block not in self._blocks, blocks)]
+        self._blocks.update(behind)
+        for heard_then in [*self._unheard.values()][-1:]:
+            heard_then.append(behind)
+        if not self._unheard:
+            self._failed.update(behind)
+        return True
+
+    def _are_right(self, blocks: set[int]) -> None:
+        self._blocks -= blocks
+        self._failed -= blocks
+        self._mark_sent(blocks, set())
+
+    def _mark_sent(self, blocks: set[int], others: set[str]) -> None:
+        for block in blocks if others else blocks & self._sent.keys():
             if others:
                 self._sent[block] = others
             else:
-                self._sent.pop(block, None)
+                del self._sent[block]
 
     def heard(self, number: int, failed: Set[int]) -> None:
         """A step is over, and those before it; these blocks failed to load."""

@@ -27,7 +27,9 @@ proxy may send a response's entries on as a request's."""
 WEIGHTS = "weights"
 """The entry of a response whose KV another node takes, and of that node's request: what names the
 weights that computed it."""
-NO_LIMITS = (HINTS, CACHED, WEIGHTS)
+NODE = "node"
+"""The entry beside it: what stands for the node, from its start on."""
+NO_LIMITS = (HINTS, CACHED, WEIGHTS, NODE)
 KV_HINT = "kv_hint"
 """The entry of `kv_transfer_params` in which Dynamo passes its envelope on to an engine."""
 VERSION = "1"

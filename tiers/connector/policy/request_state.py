@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from spec.chain import StoreScope
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
+    KEY,
     NO_HINTS,
+    NODE,
     NOTHING,
     WEIGHTS,
     Hints,
@@ -35,10 +38,13 @@ from tiers.contract.protocols import (
     SchedulerOutput,
 )
 from tiers.contract.stats import CHAIN
+from tiers.recent import RecentDict
 
 logger = logging.getLogger(__name__)
 
 NO_BLOCKS = range(0)
+MOST_NODES = 4096
+"""Of other nodes and their adapters, so many are known by what names their weights."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +84,8 @@ class RequestState:
     scope: StoreScope
     sent: set[str] = field(default_factory=set)
     awaits_weights: bool = False
+    in_doubt: bool = False
+    is_beside: bool = False
     loads: range = NO_BLOCKS
     pieces: dict[int, list[int]] = field(default_factory=dict)
     omitted: tuple[range, ...] = ()
@@ -194,6 +202,9 @@ class RequestTable:
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
         it has none of other weights."""
         self._weights: str | None = None
+        self._here = secrets.token_hex(8)
+        self._named = RecentDict[str, str](MOST_NODES, math.inf, lambda: 0.0)
+        """By another node, and its adapter, which had yet to be known: what it named them since."""
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
     def know_weights(self, weights: str) -> None:
@@ -221,13 +232,35 @@ class RequestTable:
             return weights + self.generation.tag.hex() + mark.content.hex()
         return weights and ""
 
+    def entry_of_weights(self, request: Request) -> dict[str, str]:
+        """What to tell another node, which takes KV of a request, of the weights that computed it.
+        It stores what it computes behind that. An empty name, of weights that are not known yet,
+        is none of its own; this node names them later."""
+        weights = self.weights_of(request)
+        return {} if weights is None else {WEIGHTS: weights, NODE: self._here}
+
+    def _sent(self, request: Request) -> Iterator[str]:
+        """What names the weights of KV that another node sends for a request; for weights that it
+        did not know yet, what stands for them until it does."""
+        entry, params = entry_of(request), getattr(request, "kv_transfer_params", {})
+        # With our entry alone a client asks nobody to send anything.
+        if not isinstance(entry, Mapping) or WEIGHTS not in entry or params.keys() == {KEY}:
+            return
+        weights, node = str(entry[WEIGHTS]), entry.get(NODE)
+        unnamed = f"{node}, {getattr(getattr(request, 'lora_request', None), 'lora_name', '')}"
+        if weights and node:
+            self._named.update({unnamed: weights})
+        yield weights or unnamed
+
     def judge(self, request_state: RequestState) -> set[str]:
         """Store nothing of a request unless what is computed for it is of its own weights alone, as
         far as the nodes say that sent a part of its KV. Return what names others, or those of which
         nobody knows yet."""
-        ours, sent = self.weights_of(request_state.request), request_state.sent
-        request_state.awaits_weights = bool(sent) and ours == ""
-        others = sent - {ours or None}
+        if not request_state.sent:
+            return set()
+        ours = self.weights_of(request_state.request)
+        others = {one for one in request_state.sent if (self._named.get(one) or one) != ours}
+        request_state.awaits_weights = ours == ""
         if ours and others and request_state.may_store:
             line = (
                 "request %s: nothing of it is stored, since another node sent KV of other weights"
@@ -290,9 +323,7 @@ class RequestTable:
                 scope=limits.scope(self._store),
                 hints=self._reader.hints(request),
             )
-            entry = entry_of(request)
-            if isinstance(entry, Mapping) and (sent := entry.get(WEIGHTS)) is not None:
-                request_state.sent.add(str(sent))
+            request_state.sent.update(self._sent(request))
             self.judge(request_state)
         return request_state
 
@@ -377,9 +408,21 @@ class RequestTable:
         request_state = self.of(request)
         request_state.given(blocks.get_block_ids())
         request_state.computed = 0
+        request_state.is_beside = request_state.in_doubt = True
         # One tier may load into these blocks while another still reads what they held.
         self._allocated.update(*request_state.tables)
         return request_state
+
+    def arrived(self, finished: Iterable[str]) -> None:
+        """The loads of these requests beside the steps have ended."""
+        for request_id in finished:
+            if (request_state := self._states.get(request_id)) is not None:
+                request_state.is_beside = False
+
+    @property
+    def loads_beside(self) -> bool:
+        """Whether anything, which may be another's, loads beside the steps for one of them."""
+        return any(request_state.is_beside for request_state in self._states.values())
 
     def begin_step(self, output: SchedulerOutput) -> EngineStep:
         """Take in what a step runs; it is `step` until the next one."""
@@ -392,6 +435,7 @@ class RequestTable:
             request_state = self._states.get(new.req_id)
             if request_state is not None:
                 request_state.given(new.block_ids)
+                request_state.is_beside = False
                 before = new.num_computed_tokens
                 request_state.computed = after = before + output.num_scheduled_tokens[new.req_id]
                 self.groups.add_written(overwritten, request_state.tables, before)
@@ -406,6 +450,7 @@ class RequestTable:
             if request_state is None:
                 continue
             is_resumed = request_id in cached.resumed_req_ids
+            request_state.is_beside = False
             if is_resumed or not request_state.tables:
                 request_state.given(() for _ in added or self.engine.kv_groups)
             if added:
