@@ -132,8 +132,8 @@ def test_the_log_lines_are_those_of_the_chain(
     log_host(chain, cpu, slots_within(cpu.capacity, 2 << 20, 1))
     held = Usage(61440, 61440 * (2 << 20), disk.capacity)
     told = Told(f"{disk.path}, io direct, durability none", held)
-    log_store(chain, disk, cast(TierStore, told))
-    log_store(chain, remote, cast(TierStore, Told(str(remote.url), None)))
+    log_store(chain, disk, [], cast(TierStore, told))
+    log_store(chain, remote, [], cast(TierStore, Told(str(remote.url), None)))
     (shown,) = [block.text for block in SHOWN if block.language == "text"]
     assert shown.splitlines() == caplog.messages
 

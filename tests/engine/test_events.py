@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.support.replay_chains import (
     workload,
 )
 from tests.support.servers import RedisServer
+from tiers.block import NAMESPACE_BYTES
 from tiers.connector.scheduler.inventory import inventory
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.block_groups import GROUP_BYTES
@@ -401,7 +403,8 @@ def test_what_was_announced_before_a_tier_was_encrypted_is_removed(
 ) -> None:
     """It has the prompts' tokens in the clear. What an engine that lives keeps there stays, as does
     another tier's."""
-    folder, own = tmp_path / "tier", {"events": {"folder": str(tmp_path / "events")}}
+    folder, events = tmp_path / "tier", tmp_path / "events[1]"
+    own = {"events": {"folder": str(events)}}
     other = disk(tmp_path / "other", name="disk.2")
     for tiers, more in (((disk(folder),), {}), ((disk(folder), other), own)):
         before = engine(chain_of(*tiers, **more), kv_events=True)
@@ -415,12 +418,50 @@ def test_what_was_announced_before_a_tier_was_encrypted_is_removed(
     (kept,) = folder.glob("events/*/*/*.runs")
     hidden = disk(folder, **encryption(tmp_path))
     engine(chain_of(hidden, **own), kv_events=kv_events)
-    wait_for(lambda: not list(tmp_path.glob("events/disk.????????????????????????????????")))
+    wait_for(lambda: not list(events.glob("disk.????????????????????????????????")))
     assert list(folder.glob("events/*/*/*.runs")) == [kept]
-    assert list(tmp_path.glob("events/disk.2.*/*/*.runs"))
+    assert list(events.glob("disk.2.*/*/*.runs"))
     living.close()
+    shutil.rmtree(folder / "namespaces")  # its own folder has nobody else's
     engine(chain_of(hidden), kv_events=kv_events)
     wait_for(lambda: not kept.exists())
+
+
+def test_an_encrypted_tier_leaves_what_another_of_its_name_announced(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """Engines of a host may have one folder for events, and their tiers the name of their type."""
+    own = {"events": {"folder": str(tmp_path / "events")}}
+    plain = chain_of(disk(tmp_path / "plain"), **own)
+    before = engine(plain, kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    before.close()
+    hidden = engine(chain_of(disk(tmp_path / "hidden", **encryption(tmp_path)), **own))
+    hidden.generate(range(40), 1)
+    hidden.settle()
+    hidden.close()
+    after = engine(plain, kv_events=True)
+    after.run()
+    assert len(told(after, "disk")) == 10
+
+
+def test_of_a_server_s_what_was_announced_of_the_engine_s_namespace_is_removed(
+    engine: Callable[..., ReplayEngine], shared_server: RedisServer, tmp_path: Path
+) -> None:
+    """Those that it has notes of would have to be looked for among all its keys."""
+    events, tier = tmp_path / "events", redis(shared_server, tmp_path)
+    own = {"events": {"folder": str(events)}}
+    before = engine(chain_of(tier, **own), kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    before.close()
+    (left,) = events.iterdir()
+    another = left.rename(events / f"redis.{'ab' * NAMESPACE_BYTES}")
+    shutil.copytree(another, left)
+    engine(chain_of({**tier, **encryption(tmp_path)}, **own))
+    wait_for(lambda: not left.exists())
+    assert len([*another.glob("*/*.runs")]) == 1
 
 
 def test_a_servers_blocks_are_told_again_from_a_folder_of_their_own(

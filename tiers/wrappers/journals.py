@@ -28,7 +28,7 @@ def journals(tier: StoreSpec, events: Path | None) -> list[str]:
     return places if tier.notes_folder is None else [*places, f"{tier.notes_folder}/"]
 
 
-def forget(tier: StoreSpec, events: Path | None, namespaces: Sequence[bytes] = (b"",)) -> None:
+def forget(tier: StoreSpec, events: Path | None, namespaces: Sequence[bytes]) -> None:
     """Remove what dead engines announced of a tier's blocks, in namespaces that begin as one of
     these. Raises OSError."""
     for place, space in product(journals(tier, events), namespaces):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
-from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
-from tiers.errors import TierUnusable
+from tiers.errors import KVTiersError, TierUnusable
 from tiers.host.slots import ALIGNMENT, SlotPool, slot_stride, slots_within
 from tiers.store import Clear, Described, Measured, TierStore, capability
 from tiers.wrappers.journals import forget, journals
@@ -167,8 +167,8 @@ class TierOpener:
         if is_local:
             self._require_one_host(workers)
         context = StoreContext(self.block_bytes // len(workers), len(workers))
-        store = open_guarded(tier, context, in_step, partial(log_store, chain, tier))
         spaces = list(dict.fromkeys(handshake.namespace for handshake in workers))
+        store = open_guarded(tier, context, in_step, partial(log_store, chain, tier, spaces))
         groups = BlockGroups(self._engine)
         args = store, spaces, self._generation, self._now, lookup_seconds(chain.max_wait)
         opened: TierStore | StoreManager = store
@@ -230,11 +230,8 @@ class TierOpener:
         ]
         if not alike:
             return None
-        held = [False] * len(keys)
-        for other in alike if keys else ():
-            answer = other.holds(keys)
-            held = list(map(or_, held, [True] * len(keys) if answer is None else answer))
-        return held
+        answers = [other.holds(keys) or [True] * len(keys) for other in alike if keys]
+        return [*map(any, zip(*answers, strict=True))]
 
 
 def log_chain(chain: ChainSpec, payload_bytes: int, ranks: int, slots: int) -> None:
@@ -256,19 +253,29 @@ def log_host(chain: ChainSpec, tier: HostSpec, slots: int) -> None:
     _log_open(chain, tier, [f"capacity {format_size(tier.capacity)}", f"room for {slots} blocks"])
 
 
-def log_store(chain: ChainSpec, tier: StoreSpec, store: TierStore) -> None:
-    """A store has opened. Called on the thread that opened it, since the store is asked, and what
-    was announced before its tier was encrypted is removed."""
+def log_store(chain: ChainSpec, tier: StoreSpec, spaces: Sequence[bytes], store: TierStore) -> None:
+    """A store has opened, for workers of these namespaces. Called on the thread that opened it,
+    since the store is asked, and what was announced before its tier was encrypted is removed."""
     if tier.encryption is not None:
         try:
-            forget(tier, chain.events.folder)
-        except OSError as error:
+            forget(tier, None, [b""])
+            forget(tier, chain.events.folder, _noted(tier, spaces))
+        except (KVTiersError, OSError) as error:
             line = "tier %r: what was announced before it was encrypted lies there in the clear: %s"
             logger.warning(line, log_name(tier), error)
     try:
         _log_open(chain, tier, _facts(store))
     except Exception as error:  # noqa: BLE001 - a plugin's: a failure ends nothing
         _log_open(chain, tier, [f"it can't tell what it holds: {describe_error(error)}"])
+
+
+def _noted(tier: StoreSpec, spaces: Sequence[bytes]) -> Sequence[bytes]:
+    """The namespaces that engines noted beside a tier's blocks, where notes are files, else these:
+    in a folder for all engines another's tier may have this one's name."""
+    if not tier.is_prompt or (records := tier.records()) is None:
+        return spaces
+    with closing(records):
+        return [*records.notes()]
 
 
 def _log_open(chain: ChainSpec, tier: OffloadingSpec, facts: list[str]) -> None:

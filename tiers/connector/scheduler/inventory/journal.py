@@ -205,14 +205,8 @@ def pack(run: Run) -> bytes:
         origin.extra_keys,
     ]
     head = json.dumps(facts).encode()
-    body = b"".join(
-        [
-            _HEAD.pack(sizes.pop(), run.hash_bytes, len(run.keys), len(head)),
-            head,
-            *run.keys,
-            array("I", origin.tokens).tobytes(),
-        ]
-    )
+    lengths = _HEAD.pack(sizes.pop(), run.hash_bytes, len(run.keys), len(head))
+    body = b"".join([lengths, head, *run.keys, array("I", origin.tokens).tobytes()])
     return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
