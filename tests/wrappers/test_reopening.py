@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spec.errors import describe_error
-from spec.offloading import StoreContext, StoreSpec
+from spec.offloading import EncryptionSpec, StoreContext, StoreSpec
 from spec.registry import tier_class
 from tests.support.lookups import look_up
 from tests.support.plugin_packages import Install
@@ -39,6 +39,7 @@ from tiers.wrappers import guard as guarding
 from tiers.wrappers import opening, reopening
 from tiers.wrappers.guard import FAILED, HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.reopening import Reopening
 
 SIZE = 4096 * 4
 SPACE = b"n" * NAMESPACE_BYTES
@@ -375,6 +376,36 @@ def test_a_store_that_is_opened_anew_is_not_peeked_before_its_index_is_made() ->
     second.has_index = True
     assert store.peek([make_key()]) == [True]
     store.close()
+
+
+@pytest.mark.fault
+def test_a_store_that_is_opened_anew_while_keys_rotate_puts_under_the_one_of_before(
+    tmp_path: Path,
+) -> None:
+    """Under the new key what a worker puts would be found by no other process of its engine."""
+    file, old, new = tmp_path / "keys", "ab" * 32, "cd" * 32
+    file.write_text(old)
+    encryption = EncryptionSpec(key_file=file)
+    spec = DiskSpec(path=tmp_path / "kv", capacity=40 * 2 * SIZE, encryption=encryption)
+    scheduler, worker = open_guarded(spec, SITE), open_guarded(spec, SITE)
+
+    def lose() -> None:
+        assert isinstance(worker._source, Reopening)
+        assert worker._source.lost(worker.now(), TierNotOpen("the disk is gone"))
+
+    file.write_text(f"{new}\n{old}")
+    restarted = open_guarded(spec, SITE)
+    put(restarted, theirs := keys(1))
+    lose()
+    until(lambda: worker.health == HEALTHY)
+    put(worker, ours := keys(3))
+    assert scheduler.has(ours) == [True] * 3
+    assert worker.has([*ours, *theirs]) == [True] * 4
+    file.write_text(new)
+    lose()
+    until(lambda: "has not the key that this engine began with" in worker.health.why)
+    for store in (restarted, scheduler, worker):
+        store.close()
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])

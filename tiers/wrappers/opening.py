@@ -18,7 +18,7 @@ from spec.registry import finds_damage, package_of
 from tiers.errors import TierUnusable
 from tiers.store import TierStore
 from tiers.wrappers.guard import Guarded
-from tiers.wrappers.integrity import VerifiedStore, record_bytes
+from tiers.wrappers.integrity import StagedStore, VerifiedStore, record_bytes
 from tiers.wrappers.put_process import PutsApart
 from tiers.wrappers.reopening import Reopening
 
@@ -48,10 +48,12 @@ def open_guarded(
     may only for a moment. `announce` is called with the open store, on the thread that opened it.
     `puts_apart`: a process beside this one puts the blocks (see `put_process`).
     """
-    name = log_name(spec)
+    name, mark = log_name(spec), ""
 
     def make() -> TierStore:
-        made = open_unguarded(spec, site)
+        nonlocal mark  # under another key the engine's other processes would find nothing
+        made = open_unguarded(spec, site, mark)
+        mark = made.key_mark if isinstance(made, StagedStore) else ""
         return PutsApart(made, spec, site, name) if puts_apart else made
 
     try:
@@ -82,8 +84,8 @@ def open_stored(spec: StoreSpec, payload_bytes: int) -> TierStore:
 
 
 def open_unguarded(spec: StoreSpec, site: StoreContext, mark: str = "") -> TierStore:
-    """Open a tier's store, verified or encrypted: with all keys, or with the one of this `mark`.
-    Raises what `open` raises."""
+    """Open a tier's store, verified or encrypted, which puts under the key of this `mark`, or else
+    the first. Raises what `open` raises."""
     if spec.encryption is not None:
         keys = usable_keys(spec.encryption, mark)
         from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
@@ -105,15 +107,15 @@ def _with_verbs(store: TierStore) -> TierStore:
 
 
 def usable_keys(encryption: EncryptionSpec, mark: str = "") -> list[bytes]:
-    """Read the keys, or the one of this mark, and warn if all users can. Raises TierUnusable if
+    """Read the keys, the one of this mark first, and warn if all users can. Raises TierUnusable if
     nothing can be encrypted here."""
     try:
         from tiers.wrappers.encryption import key_mark  # what it needs may be missing
     except ModuleNotFoundError as error:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
-        keys = [key for key in read_keys(encryption.key_file) if mark in ("", key_mark(key))]
-        if not keys:
+        keys = sorted(read_keys(encryption.key_file), key=lambda key: key_mark(key) != mark)
+        if mark not in ("", key_mark(keys[0])):
             raise ValueError("it has not the key that this engine began with; restart the engine")
         open_to_all = encryption.key_file.stat().st_mode & 0o004
     except (ValueError, OSError) as error:
