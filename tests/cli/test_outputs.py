@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -76,6 +77,23 @@ def test_what_was_there_keeps_its_owner_and_mode(
     found = path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o604
     assert given == [(found.st_uid, found.st_gid)]
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EINVAL])
+def test_an_owner_that_can_not_be_given_keeps_no_result_from_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """EINVAL: as in a container, whose users are mapped, for a file of one who is not."""
+
+    def fchown(*_: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    path = tmp_path / "result.json"
+    path.touch(0o604)
+    monkeypatch.setattr(os, "fchown", fchown)
+    write_json(path, 7)
+    assert path.read_text() == "7\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
 
 
 def test_a_link_in_the_draft_s_place_leads_nowhere(

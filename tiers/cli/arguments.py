@@ -160,7 +160,7 @@ def write_whole(path: Path, text: str, like: Path | None = None) -> None:
         try:
             with open(handle, "w", encoding="utf-8") as file:
                 if model is not None:
-                    with suppress(PermissionError):  # who is not root gives no file away
+                    with suppress(OSError):  # who is not root gives no file away
                         os.fchown(handle, model.st_uid, model.st_gid)
                     os.fchmod(handle, model.st_mode & 0o777)
                 file.write(text)
