@@ -79,6 +79,8 @@ def test_places(url: str, local: bool | None) -> None:
         ({"url": "s3://kv", "options": {"secret_access_key": SECRET}}, "secrets"),
         ({"url": "s3://kv", "options": {"account_key": SECRET}}, "secrets"),
         ({"url": "s3://kv", "options": {"endpoint": f"https://x/?sig={SECRET}"}}, "secrets"),
+        ({"url": "s3://kv", "options": {"proxy_url": f"http://{SECRET}@proxy"}}, "secrets"),
+        ({"url": "s3://kv", "options": {"proxy_url": f"kv:{SECRET}@proxy:80"}}, "secrets"),
         ({"url": "s3://kv", "secrets": {"token": SECRET}}, "env"),
         ({"url": "s3://kv", "endpoint": "ftp://x"}, "http"),
         ({"url": "s3://kv", "capacity": "much"}, "capacity"),
@@ -94,6 +96,11 @@ def test_what_it_refuses_and_no_secret_of_it(settings: dict[str, Any], said: str
         spec(**settings)
     text = str(caught.value.errors(include_input=False, include_url=False))
     assert said in text and SECRET not in text
+
+
+@pytest.mark.parametrize("value", ["ops@corp.example", "kvtiers (ops@corp.example)", "mail: a@b"])
+def test_an_address_of_mail_is_no_secret(value: str) -> None:
+    assert spec(url="s3://kv", options={"user_agent": value}).options == {"user_agent": value}
 
 
 def test_no_secret_is_in_a_spec_or_in_what_its_client_says(

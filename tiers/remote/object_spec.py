@@ -101,7 +101,8 @@ class ObjectSpec(StoreSpec):
     def _no_secret(cls, options: Mapping[str, str], info: ValidationInfo) -> Mapping[str, str]:
         for name, value in options.items():
             is_secret = _SECRET.search(name) and not _NOT_SECRET.search(name)
-            if is_secret or mask_secrets(value) != value:
+            is_url = re.search(r"[:?]\S", value)  # else an @ is that of an address of mail
+            if is_secret or (is_url and mask_secrets(value) != value):
                 raise ValueError(f"move {name} to secrets, like {{{name}: {{env: NAME}}}}")
         return options
 
@@ -158,9 +159,8 @@ class ObjectSpec(StoreSpec):
         from tiers.remote.stream import SLOWEST
 
         parts = urlsplit(self.url)
-        config = dict(self.options)
-        config |= {"endpoint": self.endpoint} if self.endpoint else {}
-        config |= {"region": self.region} if self.region else {}
+        named = {"endpoint": self.endpoint, "region": self.region}
+        config = {**self.options, **{name: value for name, value in named.items() if value}}
         transfer = self.timeout + max(payload_bytes, PACK_BYTES) / SLOWEST
         make = partial(open_client, self.url, config, self.secrets, self.timeout, transfer)
         prefix = "" if parts.scheme == "file" else parts.path
