@@ -29,10 +29,10 @@ from tests.support.topologies import (
 )
 from tiers.errors import RecordError, TierUnavailable
 from tiers.remote.pipeline import Record
-from tiers.remote.pools import Pool
+from tiers.remote.pools import Pool, Pools
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.remote.stream import Deadline
+from tiers.remote.stream import Deadline, command
 from tiers.remote.topology import FAILURES, SLOTS, Cluster, Node, OneMaster
 from tiers.remote.url import Endpoint
 from tiers.store import Block, TierStore, Waiting
@@ -446,6 +446,16 @@ def test_former_masters_that_sentinels_named_leave_no_pool(monkeypatch: pytest.M
         topology._master = None  # as after a failure
         assert topology.masters(Deadline(5))[0]
     assert len(topology._masters._pools) == 1
+
+
+def test_a_pool_that_is_dropped_cuts_off_no_verb(nodes: list[RedisServer]) -> None:
+    """Another thread learns meanwhile that its node is a master no more."""
+    settings = RedisSpec.model_validate({"url": nodes[0].url}).connection()
+    pools = Pools(settings)
+    with pools.at(None).borrow(Deadline(60)) as stream:
+        pools.keep(set())
+        stream.send([command(b"PING")])
+        assert stream.line() == b"+PONG"
 
 
 class Idle:
