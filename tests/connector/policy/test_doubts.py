@@ -28,7 +28,7 @@ class Node:
     ) -> RequestState:
         """The engine gives a request blocks, those from a place on anew; `sent`: what the node
         says that sends them, "node" before it knows."""
-        entry = {"weights": "" if sent == "node" else sent, "node": "node"}
+        entry = {"weights": "@node" if sent == "node" else f"{sent}@node"}
         params = {} if sent is None else {"kvtiers": entry, **PULLS, **more}
         state = self.requests.of(FakeRequest(name, kv_transfer_params=params))
         state.given((table,))

@@ -16,7 +16,6 @@ from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
     KEY,
     NO_HINTS,
-    NODE,
     NOTHING,
     WEIGHTS,
     Hints,
@@ -237,7 +236,7 @@ class RequestTable:
         It stores what it computes behind that. An empty name, of weights that are not known yet,
         is none of its own; this node names them later."""
         weights = self.weights_of(request)
-        return {} if weights is None else {WEIGHTS: weights, NODE: self._here}
+        return {} if weights is None else {WEIGHTS: f"{weights}@{self._here}"}
 
     def _sent(self, request: Request) -> Iterator[str]:
         """What names the weights of KV that another node sends for a request; for weights that it
@@ -246,7 +245,7 @@ class RequestTable:
         # With our entry alone a client asks nobody to send anything.
         if not isinstance(entry, Mapping) or WEIGHTS not in entry or params.keys() == {KEY}:
             return
-        weights, node = str(entry[WEIGHTS]), entry.get(NODE)
+        weights, _, node = str(entry[WEIGHTS]).partition("@")
         unnamed = f"{node}, {getattr(getattr(request, 'lora_request', None), 'lora_name', '')}"
         if weights and node:
             self._named.update({unnamed: weights})

@@ -33,7 +33,8 @@ tick of its file system's clock, which its times would not show."""
 LOCK_SECONDS = 60.0
 """Seconds that others wait for who reads a file; then each reads it itself."""
 IMAGES = ("squashfs", "erofs", "iso9660", "cramfs", "romfs")
-"""File systems of which nothing is kept: the next image may have all that a stamp shows alike."""
+"""File systems of which nothing is kept, nor believed that an earlier version kept: the next image
+may have all that a stamp shows alike."""
 ENTRY_BYTES = 1024
 """Upper bound of an entry's length."""
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -76,6 +77,8 @@ class Digests:
         with path.open("rb", buffering=0) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
             with self._entry(stamp) as entry:
+                if mount_of(path).kind in IMAGES:
+                    entry = None
                 kept = None if entry is None else _kept(entry, stamp)
                 if kept is not None:
                     return kept
@@ -83,7 +86,7 @@ class Digests:
                 if stamp_of(os.fstat(file.fileno())) != stamp:
                     raise FileChanged(f"{path.name} changed while it was read")
                 settled = time.time() - stamp.ctime_ns / 1e9 > SETTLED_SECONDS
-                if entry is not None and settled and mount_of(path).kind not in IMAGES:
+                if entry is not None and settled:
                     _keep(entry, stamp, digest)
                 return digest
 
