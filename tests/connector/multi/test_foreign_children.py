@@ -10,7 +10,14 @@ import pytest
 from spec.chain import LOAD_POLICIES, LoadPolicy
 from tests.support.children import BlockTier, Tier, chain
 from tests.support.clock import Clock
-from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
+from tests.support.fake_requests import (
+    BLOCKS,
+    IDLE_STEP,
+    FakeNewRequest,
+    FakeRequest,
+    FakeStep,
+    first_step,
+)
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
@@ -116,6 +123,25 @@ def test_who_finds_no_room_beside_its_load_waits_for_that_and_then_goes_on_witho
     if end == "its load ends":
         multi.update_connector_output(output)
     assert (0, False) in asked(), "what has loaded may need the room"
+
+
+def test_what_another_child_pulls_is_known_to_a_chain_that_is_not_asked() -> None:
+    """A list has enough of a connector before it."""
+
+    def given(table: list[int]) -> Any:
+        return SimpleNamespace(get_block_ids=lambda: (table,))
+
+    multi, pulled = chain(BlockTier("")), FakeRequest("pulled")
+    multi._requests.know_weights("ours")
+    entry = {"weights": "others@node"}
+    pulled.kv_transfer_params = {"kvtiers": entry, "do_remote_prefill": True}
+    multi.update_state_after_alloc(pulled, given([1, 2]), 0)
+    finds = FakeRequest("finds")
+    assert multi.get_num_new_matched_tokens(finds, 8)[0] == 0
+    multi.update_state_after_alloc(finds, given([1, 2, 3]), 0)
+    step = FakeStep({"finds": 4}, FakeNewRequest("finds", 8, ([1, 2, 3],)))
+    multi.build_connector_meta(step)
+    assert not multi._requests.of(finds).stores
 
 
 def test_what_a_request_waits_for_its_answers_is_taken_from_its_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.request_state import RequestState, RequestTable
-from tiers.contract.engine_info import EngineInfo
+from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.lab.replay.requests import CachedRequests
 
 PULLS = {"do_remote_prefill": True}
@@ -33,7 +34,7 @@ class Node:
         state = self.requests.of(FakeRequest(name, kv_transfer_params=params))
         state.given((table,))
         state.in_doubt = True
-        self.doubts.allocated(state, new, in_step=False)
+        self.doubts.allocated(state, 4 * new, in_step=False)
         return state
 
     def step(self, *new: tuple[str, list[int], int], **on: tuple[int, list[int]]) -> None:
@@ -45,7 +46,7 @@ class Node:
         cached: Any = CachedRequests([*on], set(), added, [before for before, _ in on.values()])
         step: Any = FakeStep(tokens, *began)
         step.scheduled_cached_reqs = cached
-        assert self.doubts.step_begins(self.requests.begin_step(step).scheduled, None) == []
+        assert self.doubts.step_begins(self.requests.begin_step(step), None) == []
 
     def stores(self, name: str, table: list[int], new: int) -> bool:
         """Whether a request's blocks may be stored that begins so; tiers load one of them."""
@@ -95,6 +96,51 @@ def test_a_node_that_names_its_weights_later_is_believed_for_what_it_sent_before
         is_stored = node.stores(f"finds it {number}", [1, 2, number, number + 1], 2)
         assert is_stored == (named == "ours")
     assert bool({1, 2} & node.doubts._sent.keys()) == (named != "ours")
+
+
+def test_a_node_that_knows_them_no_more_has_others() -> None:
+    """As one that loads an adapter anew in its place."""
+    node = Node()
+    assert node.begins("pulled", [1, 2], 0, sent="ours").stores
+    assert not node.begins("pulled later", [3, 4], 0, sent="node").stores
+    node.begins("pulled again", [5, 6], 0, sent="ours")
+    assert not node.stores("finds it", [3, 4, 7, 8], 2)
+
+
+def test_what_a_node_names_first_was_sent_before() -> None:
+    node = Node()
+    node.begins("pulled", [1, 2], 0, sent="node")
+    node.begins("pulled later", [3, 4], 0, sent="others")
+    node.begins("pulled again", [5, 6], 0, sent="ours")
+    assert not node.stores("finds it", [1, 2, 7, 8], 2)
+
+
+def test_a_node_stands_for_itself_with_an_adapter_from_one_place() -> None:
+    table = Node("").requests
+
+    def node(*adapter: str) -> str:
+        request: Any = FakeRequest("r")
+        if adapter:
+            request.lora_request = SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1])
+        weights, _, node = table.entry_of_weights(request)["weights"].partition("@")
+        assert weights == ""
+        return node
+
+    places = [(), ("sql", "/v1"), ("sql", "/v2")]
+    assert [node(*place) for place in places] == [node(*place) for place in places]
+    assert len({node(*place) for place in places} | {Node("").requests._here.hex()}) == 4
+
+
+def test_groups_of_other_blocks_have_their_own_places() -> None:
+    groups = KVGroup(4), KVGroup(8)
+    requests = RequestTable(EngineInfo({}, 8, 4, 100, groups=groups))
+    requests.know_weights("ours")
+    doubts = Doubts(requests)
+    params = {"kvtiers": {"weights": "others@node"}, **PULLS}
+    state = requests.of(FakeRequest("pulled", kv_transfer_params=params))
+    state.given(([1, 2, 3, 4], [5, 6]))
+    doubts.allocated(state, 8, in_step=False)
+    assert {*doubts._sent} == {3, 4, 6}
 
 
 def test_what_another_computes_behind_it_in_the_same_step_is_found_by_who_comes_first() -> None:

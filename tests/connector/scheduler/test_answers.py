@@ -108,8 +108,11 @@ class Halves:
         # Else it would hold questions back: most tests ask more at once than an engine does.
         index.manager.pace = LookupPace(RANKS, count().__next__)
 
-    def hear(self, said: Sequence[OffloadingWorkerMetadata]) -> None:
-        self.chain.update_connector_output(Output(MultiWorkerMetadata(tuple(said))))
+    def hear(self, said: Sequence[OffloadingWorkerMetadata], *loaded: Prompt) -> None:
+        """The workers say this; of these requests all loads have ended."""
+        output = Output(MultiWorkerMetadata(tuple(said)))
+        output.finished_recving = {prompt.request_id for prompt in loaded}
+        self.chain.update_connector_output(output)
 
     def ask(self, prompt: Prompt) -> tuple[int, Any]:
         """Blocks that are found of it, and who is to load which."""
@@ -423,7 +426,7 @@ def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stan
     (job,) = stand(50)[0].metadata[0].reqs_to_load
     assert halves.ask(waiting)[0] == BLOCKS, "another's load will make room"
     ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, set())})
-    halves.hear([ended, OffloadingWorkerMetadata()])
+    halves.hear([ended, OffloadingWorkerMetadata()], loading)
     stand()
     assert halves.ask(waiting)[0] == BLOCKS, "steps in flight may make room"
     stand(1)

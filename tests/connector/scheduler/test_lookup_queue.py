@@ -162,7 +162,8 @@ def open_chain(*stores: TierStore, clock: Clock | None = None) -> MultiScheduler
     chain = MultiScheduler(*scheduler_parts(spec, engine, clock or Clock()))
     said = OffloadingWorkerMetadata(handshakes={0: WorkerHandshake(0, SPACE * 8, 4096)})
     meta = MultiWorkerMetadata((said,) * len(stores))
-    chain.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))
+    output = SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=None)
+    chain.update_connector_output(output)
     return chain
 
 

@@ -215,7 +215,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                     request_state.lacks_room = True
                     notes.joins(self._room.first)
         request_state.choice = choice._replace(computed=num_computed_tokens)
-        request_state.is_undecided = True
+        request_state.is_undecided = request_state.is_asked = True
         return choice.tokens, choice.is_async
 
     def update_state_after_alloc(
@@ -234,7 +234,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             first = choice.computed // self._block_tokens
             request_state.loads = range(first, first + num_external_tokens // self._block_tokens)
             in_step = num_external_tokens > 0 and not choice.is_async
-            self._doubts.allocated(request_state, first, in_step)
+            self._doubts.allocated(request_state, choice.computed, in_step)
+        elif not request_state.is_asked:  # a list that this chain is in takes all from another
+            self._doubts.judge(request_state, 0)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         for index in serving if num_external_tokens else ():
@@ -307,7 +309,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         step = self._requests.begin_step(scheduler_output)
         measures = self._loaders or self._doubts
         number = self._prefill.step_begins(step.prompt_tokens) if measures else None
-        for request_state in self._doubts.step_begins(step.scheduled, number):
+        for request_state in self._doubts.step_begins(step, number):
             self.disable_store(request_state.request)
         self._room.step_begins()
         self.explainer.runs(scheduler_output)

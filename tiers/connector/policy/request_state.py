@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import secrets
@@ -83,6 +84,7 @@ class RequestState:
     scope: StoreScope
     sent: set[str] = field(default_factory=set)
     awaits_weights: bool = False
+    is_asked: bool = False
     in_doubt: bool = False
     is_beside: bool = False
     loads: range = NO_BLOCKS
@@ -149,10 +151,12 @@ class Scheduled(NamedTuple):
 class EngineStep(NamedTuple):
     """One step of the engine. `scheduled`: its requests, but for those that answer, complete no
     block and have none that a tier is to be offered again. `overwritten`: paged blocks that it
-    writes, that were allocated for loads since the step before, or in which that left a state."""
+    writes, that were allocated for loads since the step before, or in which that left a state.
+    `added`: paged blocks that requests are given for it, and write."""
 
     scheduled: list[Scheduled]
     overwritten: set[int]
+    added: set[int]
 
     @property
     def prompt_tokens(self) -> int:
@@ -186,7 +190,7 @@ class RequestTable:
         self.groups = BlockGroups(engine)
         keeps_all = self.groups.parts_kept == len(self.groups)
         self._interval = None if keeps_all else engine.window_interval
-        self.step = EngineStep([], set())
+        self.step = EngineStep([], set(), set())
         """The step whose orders are being made."""
         self._reader = RequestReader()
         self._media_late = self._of_others = 0
@@ -201,9 +205,9 @@ class RequestTable:
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
         it has none of other weights."""
         self._weights: str | None = None
-        self._here = secrets.token_hex(8)
+        self._here = secrets.token_bytes(16)
         self._named = RecentDict[str, str](MOST_NODES, math.inf, lambda: 0.0)
-        """By another node, and its adapter, which had yet to be known: what it named them since."""
+        """By what stands for another node, with an adapter: the first name of those weights."""
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
     def know_weights(self, weights: str) -> None:
@@ -234,9 +238,13 @@ class RequestTable:
     def entry_of_weights(self, request: Request) -> dict[str, str]:
         """What to tell another node, which takes KV of a request, of the weights that computed it.
         It stores what it computes behind that. An empty name, of weights that are not known yet,
-        is none of its own; this node names them later."""
-        weights = self.weights_of(request)
-        return {} if weights is None else {WEIGHTS: f"{weights}@{self._here}"}
+        is none of its own; this node, with an adapter from one place, names them later."""
+        weights, adapter = self.weights_of(request), getattr(request, "lora_request", None)
+        if weights is None:
+            return {}
+        place = "" if adapter is None else f"{adapter.lora_name}\0{adapter.lora_path}"
+        node = hashlib.blake2b(place.encode(), key=self._here, digest_size=16).hexdigest()
+        return {WEIGHTS: f"{weights}@{node}"}
 
     def _sent(self, request: Request) -> Iterator[str]:
         """What names the weights of KV that another node sends for a request; for weights that it
@@ -246,10 +254,11 @@ class RequestTable:
         if not isinstance(entry, Mapping) or WEIGHTS not in entry or params.keys() == {KEY}:
             return
         weights, _, node = str(entry[WEIGHTS]).partition("@")
-        unnamed = f"{node}, {getattr(getattr(request, 'lora_request', None), 'lora_name', '')}"
-        if weights and node:
-            self._named.update({unnamed: weights})
-        yield weights or unnamed
+        named = self._named.get(node)
+        if weights and node and named is None:
+            self._named.update({node: weights})
+        # What has no name any more, as an adapter loaded anew in its place, is not what had one.
+        yield weights or (node if named is None else "")
 
     def judge(self, request_state: RequestState) -> set[str]:
         """Store nothing of a request unless what is computed for it is of its own weights alone, as
@@ -428,8 +437,9 @@ class RequestTable:
         overwritten, self._allocated = self._allocated, set()
         copies: Sequence[BlockCopy] = getattr(output, "kv_cache_block_copies", None) or ()
         overwritten.update(copy.dst_block_id for copy in copies)
-        self.step = EngineStep([], overwritten)
+        self.step = EngineStep([], overwritten, set())
         states = self._states_left(output)
+        tokens, add_written = self.engine.block_tokens, self.groups.add_written
         for new in output.scheduled_new_reqs:
             request_state = self._states.get(new.req_id)
             if request_state is not None:
@@ -437,11 +447,11 @@ class RequestTable:
                 request_state.is_beside = False
                 before = new.num_computed_tokens
                 request_state.computed = after = before + output.num_scheduled_tokens[new.req_id]
-                self.groups.add_written(overwritten, request_state.tables, before)
+                add_written(overwritten, request_state.tables, before)
+                add_written(self.step.added, request_state.tables, -(-before // tokens) * tokens)
                 left = states.get(new.req_id, ())
                 self._runs(request_state, before, after, left, is_new=True)
         # Hundreds answer in each step, and most of those complete no block.
-        tokens, add_written = self.engine.block_tokens, self.groups.add_written
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, added, before in rows:
@@ -450,11 +460,15 @@ class RequestTable:
                 continue
             is_resumed = request_id in cached.resumed_req_ids
             request_state.is_beside = False
-            if is_resumed or not request_state.tables:
+            if begins := is_resumed or not request_state.tables:
                 request_state.given(() for _ in added or self.engine.kv_groups)
+            elif added:
+                self.step.added.update(*added)
             if added:
                 for table, more in zip(request_state.tables, added, strict=True):
                     table += more
+            if begins:
+                add_written(self.step.added, request_state.tables, -(-before // tokens) * tokens)
             after = before + output.num_scheduled_tokens.get(request_id, 0)
             request_state.computed = after
             add_written(overwritten, request_state.tables, before)
