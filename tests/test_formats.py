@@ -6,6 +6,7 @@ is stored raises that number, and adds its digest here.
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import xxhash
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
 from tiers.block import FORMAT_VERSION, KV_REVISION, namespace
+from tiers.disk.folder import owner
+from tiers.disk.folder.owner import Host
 from tiers.disk.index.index import INDEX_FORMAT
 from tiers.disk.spec import DiskSpec
 from tiers.remote.directory_bucket import DirectoryBucket
@@ -32,6 +35,7 @@ FORMS = {
     ("namespace", 1, 3): "5ac5e4b454333f40494b3caa5fcfddc9",
     ("redis", 1): "eeb7d2e785312b4e87bef83ae14a06bb",
     ("disk's index", 3, 1): "30ae1ea5c68b8d33593fc3d0966ccee0",
+    ("disk's owner", 3): "8d68ec3a81ef3cdb9b383c7bcfbad48e",
     ("disk's slab", 1): "a36fc5bc2b3d1585fd2d4f1dcca1a353",
     ("packs", 1, 1): "ab81c41c2d2ecff3fbc79fcab2df925e",
     ("encrypted", 1): "0f71de2dc70208b78889caa9c5918517",
@@ -83,6 +87,29 @@ def test_what_a_disks_folder_holds(tmp_path: Path) -> None:
     assert form(*rows) == FORMS["disk's index", INDEX_FORMAT, FORMAT_VERSION]
     slab = (folder / "slab-8192.dat").read_bytes()
     assert form(slab) == FORMS["disk's slab", FORMAT_VERSION]
+
+
+def test_who_has_a_disks_folder_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One version reads what another's process left that was killed. More words may follow."""
+    lock, owners = tmp_path / "lock", tmp_path / "owners"
+    number = lock.parent.stat().st_dev
+    device = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    mounted = tmp_path / "sys" / "a-fs" / os.path.basename(device)
+    for folder in (mounted, owners):
+        folder.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setattr(owner, "_MOUNTED", tmp_path / "sys")
+    monkeypatch.setattr(owner, "this_host", lambda: Host("b" * 36, "a" * 32, "node"))
+    monkeypatch.setattr("os.getpid", lambda: 4711)
+    monkeypatch.setattr("secrets.token_bytes", bytes)
+    names = []
+    for synced in (False, True):
+        made = owner.Owner(owners, synced)
+        names.append(made.file.name.encode())
+        words = made.file.read_bytes().split(b" ")
+        made.leave(clean=True)
+        assert words[:2] == [b"%d" % place.stat().st_ino for place in (lock, mounted)]
+    assert form(*names) == FORMS["disk's owner", INDEX_FORMAT]
 
 
 def test_packs(tmp_path: Path) -> None:

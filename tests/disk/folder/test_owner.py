@@ -170,11 +170,17 @@ def test_a_file_system_that_was_mounted_anew(
 def test_a_mount_that_the_kernel_tells_from_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing can be mounted."""
+    """Where nothing can be mounted. What a later version puts behind is not looked at."""
     device = tmp_path.stat().st_dev
     number = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
     mounted = tmp_path / "sys" / "a-fs" / os.path.basename(os.path.realpath(number))
-    for text, held in ((b"%d", True), (b"%d 1", False), (b"%d %d", True), (b"", True)):
+    for text, held in (
+        (b"%d", True),
+        (b"%d 1", False),
+        (b"%d %d", True),
+        (b"%d %d 1", True),
+        (b"", True),
+    ):
         left_by(owner.this_host(), tmp_path / "tier", monkeypatch)
         (file,) = (tmp_path / "tier" / "owners").iterdir()
         lock = (tmp_path / "tier" / "lock").stat().st_ino

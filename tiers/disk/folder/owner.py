@@ -1,8 +1,8 @@
 """Who has the folder open: one locked file for each process.
 
 Its name has the process, its host, the host's boot and whether commits were synced; its text has
-the inode of the folder's lock, and of what sysfs has of the mount (of ext4, XFS and F2FS). A file
-that was left over shows what happened:
+the inode of the folder's lock, and of what sysfs has of the mount (of ext4, XFS and F2FS), and what
+a later version puts behind. A file that was left over shows what happened:
 
 - Its lock is free, boot and mount are these: the process died and the page cache survived. Only its
   reserved slots need repair. Another lock: the folder was copied while the process wrote to it.
@@ -75,7 +75,7 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
     `one_host`: two hosts can't have the folder's file system mounted at once, so an owner of
     another boot is dead, whatever its machine. Raises OSError.
     """
-    us, (lock, _, mount) = this_host(), _mark(owners).partition(b" ")
+    us, (lock, mount) = this_host(), [*_mark(owners), b"", b""][:2]
     alive: set[bytes] = set()
     dead: list[Path] = []
     cut, torn, refusal = False, "", None
@@ -97,7 +97,7 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
                 refusal = refusal or _of_twin(file)
         else:
             dead.append(file)
-            lock_then, _, mount_then = text.partition(b" ")
+            lock_then, mount_then = [*text.split(b" "), b""][:2]
             unmounted = b"" not in (mount, mount_then) and mount != mount_then
             cut |= other_boot or unmounted
             if lock_then not in (b"", lock):
@@ -108,15 +108,15 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
     return Owners(frozenset(alive), tuple(dead), cut, torn, refusal)
 
 
-def _mark(owners: Path) -> bytes:
+def _mark(owners: Path) -> list[bytes]:
     """What a copy of the folder has another of, the inode of its lock; and behind it what another
     mount has another of. Each if there is one."""
     if (lock := found_at(owners.parent / "lock")) is None:
-        return b""
+        return []
     number = f"{os.major(lock.st_dev)}:{os.minor(lock.st_dev)}"
     device = os.path.basename(os.path.realpath(f"/sys/dev/block/{number}"))
     mounts = [place.stat() for place in _MOUNTED.glob(f"*/{device}")]
-    return b" ".join(b"%d" % found.st_ino for found in (lock, *mounts))
+    return [b"%d" % found.st_ino for found in (lock, *mounts)]
 
 
 def _of_stranger(file: Path, host: str, locked: bool) -> str:
@@ -161,7 +161,7 @@ class Owner:
         try:
             try_lock(self._handle)
             with suppress(OSError):  # on a full disk a copy goes unseen
-                os.write(self._handle, _mark(owners))
+                os.write(self._handle, b" ".join(_mark(owners)))
                 os.fsync(self._handle)
             # Otherwise a power cut could lose the name but keep index pages written after it.
             sync_folder(owners)
