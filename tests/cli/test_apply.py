@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from spec.load import load_chain
 from tests.support.changing import changes_of
 from tests.support.replay_chains import cpu, disk
 from tiers.cli import apply as command
@@ -92,6 +93,24 @@ def test_what_an_engine_says_moves_no_cursor(kvtiers: Run, tmp_path: Path) -> No
         assert (ran.out, ran.err) == ("\\x1b[2J\\r\n", "refused: \\x1b[2J\\r\n")
         ran = kvtiers("apply", written(tmp_path, cpu(capacity="1MiB")), "--watch", "1s")
         assert ran.status == 0 and ran.out.count("\\x1b[2J\\r") == 2 and "\x1b" not in ran.out
+
+
+def test_an_engine_is_told_what_the_file_says_alone(kvtiers: Run, tmp_path: Path) -> None:
+    """One of another version refuses a key that it does not know, also at its default."""
+    told: list[dict[str, Any]] = []
+
+    def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+        told.append(question["chain"])
+        return {"why": "", "lines": [], "diff": {"refused": []}, "over": True}
+
+    path = written(tmp_path, cpu(capacity="1MiB"), disk(tmp_path / "disk"))
+    with closing(ControlServer(tmp_path / "control", "old", {"status": dict, "apply": answer})):
+        assert kvtiers("apply", path, "--dry-run").status == 0
+    (chain,), whole = told, yaml.safe_load(path.read_text())
+    assert chain.keys() == whole.keys()
+    for tier, as_written in zip(chain["tiers"], whole["tiers"], strict=True):
+        assert tier.keys() == as_written.keys() | {"name"}
+    assert load_chain(chain) == load_chain(path)
 
 
 def test_a_change_is_watched(

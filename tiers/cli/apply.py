@@ -67,7 +67,9 @@ def apply(
     if folder is None and spec.control is not None:
         folder = spec.control.folder
     name = only_engine(ask_engines("status", {}, engine, folder), "--to").engine
-    question = {"chain": spec.model_dump(mode="json"), "dry_run": dry_run}
+    # Without the defaults, of which an engine of another version may not know one.
+    written = spec.model_dump(mode="json", exclude_unset=True)
+    question = {"chain": written, "dry_run": dry_run}
     if if_version is not None:
         question["if_version"] = if_version
     if watch is not None:
