@@ -173,3 +173,8 @@ def test_json_of_another_version_is_judged_by_the_states_that_it_has(
         for more in ((), ("--json",)):
             status, out, err = kvtiers("status", *more, "--folder", folder)
             assert (status, out) == (1, "") and "its answer is another version's" in err
+        with closing(ControlServer(folder, "zoo", {"status": lambda _: STATUS.model_dump()})):
+            for more in ((), ("--json",)):
+                status, out, err = kvtiers("status", *more, "--folder", folder)
+                assert status == 1 and "zoo" in out, "the engines after it are shown"
+                assert "engine odd-" in err and "its answer is another version's" in err

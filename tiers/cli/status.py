@@ -42,7 +42,9 @@ def status(
             found = EngineStatus.model_validate(content)
         except ValidationError:
             if not (as_json and isinstance(content, dict)):
-                raise other_version(name) from None
+                other_version(name)
+                all_open = False
+                continue
         tiers = content.get("tiers")
         has_states = isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers)
         all_open &= has_states and all(tier.get("state") == "open" for tier in tiers)
