@@ -115,18 +115,39 @@ def test_a_torn_index_that_a_dead_process_left_is_not_taken_for_another_programs
 
 
 @pytest.mark.fault
-def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [16, 24])
+def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path, place: int) -> None:
+    """Whose magic number may be elsewhere: LMDB calls that no file of its own."""
     with opened(tmp_path) as store:
         put(store, keys(0))
     (tmp_path / "index.seal").unlink()
     index = tmp_path / "index.mdb"
     content = bytearray(index.read_bytes())
     for meta in (0, LMDB_PAGE):  # a magic number, then the data format's version
-        content[meta + 20 : meta + 24] = (7).to_bytes(4, "little")
+        magic = content[meta + 16 : meta + 20]
+        content[meta + 16 : meta + 24] = bytes(8)
+        content[meta + place : meta + place + 8] = magic + (7).to_bytes(4, "little")
     index.write_bytes(content)
-    with pytest.raises(TierNotOpen, match=r"index.mdb"):
+    for _ in range(2):
+        with pytest.raises(TierUnusable, match=r"index.mdb has LMDB's format 7, .*another folder"):
+            open_disk(tmp_path)
+        assert index.read_bytes() == content
+        Owner(tmp_path / "owners", synced=False).leave(clean=False)  # of a process that was killed
+
+
+@pytest.mark.fault
+def test_an_index_that_another_lmdb_has_open_opens_behind_it(tmp_path: Path) -> None:
+    """As of two versions of an engine, the second of which waits for the first."""
+    child = Other("store = open_disk(path); put(store, keys(0)); say('open'); wait()", tmp_path)
+    assert child.hear() == "open"
+    with (tmp_path / "index.mdb-lock").open("r+b") as lock:
+        lock.seek(4)  # behind a magic number is the format of what follows
+        lock.write(b"\7")
+    with pytest.raises(TierNotOpen, match=r"processes with another version of LMDB .*; end them"):
         open_disk(tmp_path)
-    assert index.read_bytes() == content
+    child.kill()
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
 
 
 @pytest.mark.fault

@@ -116,6 +116,9 @@ _LOOKED_THROUGH = 1 << 14
 """Rows that a search for the blocks used last looks at, at most: 10 ms."""
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "changes", "meta")
 _OURS = b"kvtiers index "
+_REMEDY = "name another folder, or remove this one's files"
+_LMDB, _DATA_FORMAT = b"\xde\xc0\xef\xbe", b"\1\0\0\0"
+"""What LMDB begins a file with, behind some bytes."""
 _FORMAT = _OURS + f"{INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
 
 logger = logging.getLogger(__name__)
@@ -187,7 +190,7 @@ class Index:
         with ExitStack() as undo:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             undo.callback(os.close, self._file)
-            self._env = self._open()
+            self._env = self._opened()
             undo.callback(self._env.close)
             self._require_whole_file()
             self._hold()
@@ -195,6 +198,19 @@ class Index:
             self._require_format(is_ours)
             self._open_tables()
             undo.pop_all()
+
+    def _opened(self) -> Any:
+        try:
+            return self._open()
+        except lmdb.Error as error:
+            found = os.pread(self._file, 64, 0).partition(_LMDB)[2][:4]
+            if found not in (b"", _DATA_FORMAT):
+                why = f"{self._path} has LMDB's format {found[0]}, this LMDB reads another"
+                raise TierUnusable(f"{why}; {_REMEDY}") from error
+            if isinstance(error, lmdb.VersionMismatchError):  # of a lock file that is in use
+                why = "processes with another version of LMDB have it open; end them"
+                raise lmdb.VersionMismatchError(why) from error
+            raise
 
     def _require_whole_file(self) -> None:
         # Reading a mapped page behind the end of a cut file would kill the process by SIGBUS.
@@ -237,7 +253,7 @@ class Index:
         if found != _FORMAT:
             raise TierUnusable(
                 f"{self._path} has the format {found.decode(errors='replace')!r}, this version "
-                f"reads {_FORMAT.decode()!r}; name another folder, or remove this one's files"
+                f"reads {_FORMAT.decode()!r}; {_REMEDY}"
             )
 
     def _open_tables(self) -> None:
