@@ -17,6 +17,7 @@ from tests.disk import audit as disk
 from tests.support.redis_verbs import opened as opened_redis
 from tests.support.redis_verbs import put as put_into_redis
 from tests.support.servers import RedisServer
+from tiers.block import KV_REVISION
 from tiers.connector.scheduler.inventory.journal import Journal, Run
 from tiers.contract.protocols import Origin
 from tiers.data import garbage
@@ -37,6 +38,7 @@ NOTE = NamespaceNote(
     salted=True,
     lasts=True,
     opened=time.time(),
+    revision=KV_REVISION,
 )
 
 
@@ -92,6 +94,30 @@ def test_blocks_are_shown_by_model_and_size_and_gc_drops_what_has_ended(
     with disk.opened(folder) as store:
         assert store.has([lasting, unknown]) == [True, False]
         disk.audit(store)
+
+
+def test_what_only_engines_of_another_kvtiers_find_is_not_said_to_be_usable(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """A revision names all namespaces anew: the same facts had two groups that looked alike. It is
+    no garbage, since engines of both may share a tier."""
+    folder, chain = tmp_path / "kv", chain_of(tmp_path / "kv")
+    whose = {"this": KV_REVISION, "other": KV_REVISION - 1, "older": None}
+    blocks = {name: f"{name:-<16}block".encode() for name in whose}
+    with disk.opened(folder) as store:
+        disk.put(store, [*blocks.values()], PAYLOAD)
+    for name, revision in whose.items():
+        note_of(folder, blocks[name], replace(NOTE, revision=revision))
+    (older,) = (folder / "namespaces").glob(f"*{blocks['older'][:16].hex()}*")
+    without = json.loads(older.read_bytes())
+    del without["revision"]
+    older.write_text(json.dumps(without))
+    found = groups(kvtiers("inspect", chain, "--json"))
+    told = {bytes.fromhex(name)[:5]: (one["standing"], one["why"]) for name, one in found.items()}
+    assert told[b"this-"][0] == "usable"
+    assert told[b"other"][0] == "can't tell" and "of another version" in str(told[b"other"][1])
+    assert told[b"older"][0] == "can't tell" and "by an older kvtiers" in str(told[b"older"][1])
+    assert "nothing to drop" in kvtiers("gc", chain, "--delete").out
 
 
 def test_what_nobody_used_for_long_goes_if_the_operator_says_so(

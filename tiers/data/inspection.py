@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tiers.block import KV_REVISION
 from tiers.records import NamespaceNote, StoredRecord, StoredRecords, read_note
 
 Standing = Literal["usable", "unusable", "can't tell"]
@@ -71,7 +72,11 @@ def judge(group: Group, others: bool | None, is_encrypted: bool) -> tuple[Standi
     if is_encrypted:
         ends = "these blocks are in the clear, from before the tier was encrypted"
     elif note.lasts:
-        return "usable", "by engines of this model and these settings"
+        if note.revision == KV_REVISION:
+            return "usable", "by engines of this model and these settings"
+        if note.revision is None:
+            return "can't tell", "noted by an older kvtiers, which may have named it otherwise"
+        return "can't tell", "engines of another version of kvtiers alone find these blocks"
     if others is None:
         return "can't tell", f"{ends}, and it can't be seen whether engines have the tier open"
     if others:

@@ -14,6 +14,7 @@ import pytest
 from spec.offloading import EncryptionSpec, StoreContext, StoreSpec
 from tests.support.servers import RedisServer
 from tests.support.topologies import wait_until
+from tiers.block import KV_REVISION
 from tiers.connector.worker import namespace_notes
 from tiers.connector.worker.namespace_notes import (
     GENERATIONS,
@@ -74,6 +75,7 @@ def test_a_folder_with_kv_of_another_tensor_parallel_size_is_named_with_the_cost
     spec = DiskSpec(path=tmp_path, capacity=1 << 20)
     spec.open(StoreContext(4096)).close()
     of_two = describe({}, "org/model", 16, 40960, ranks=2)
+    assert of_two.revision == KV_REVISION
     NamespaceNotes(spec, of_two).keep(bytes(16), lasts=True)
     assert not logged(caplog)
     mine = NamespaceNotes(spec, describe({}, model, 16, 81920, rank, ranks))
@@ -146,7 +148,9 @@ def test_of_an_encrypted_tier_nothing_is_noted(
     hidden = shared_tier.model_copy(update={"encryption": EncryptionSpec(key_file=key)})
     for ranks in (1, 2):
         note = describe({}, "org/model", 16, 81920, ranks=ranks)
-        NamespaceNotes(hidden, note).keep(bytes([ranks]) * 16, lasts=True)
+        notes = NamespaceNotes(hidden, note)
+        notes.keep(bytes([ranks]) * 16, lasts=True)
+        notes.begin(bytes([ranks]) * 16, lasts=True)
     assert not logged(caplog)
     marks = shared_tier.marks()
     assert marks is not None
@@ -176,9 +180,13 @@ def test_a_mark_of_a_directory_is_used_by_each_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lasts", [True, False])
 def test_a_note_that_went_is_kept_anew(
-    shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch, lasts: bool
+    shared_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    lasts: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A server evicts it first: nobody asks for it. Or it expires before blocks that came later."""
+    caplog.set_level(logging.INFO)
     spec = redis(shared_server)
     name = f"{spec.key_prefix}:namespace:{bytes(16).hex()}"
     notes = NamespaceNotes(spec, describe({}, "org/model", 16, 81920))
@@ -195,6 +203,8 @@ def test_a_note_that_went_is_kept_anew(
             notes.begin(bytes(16), lasts)
             wait_until(lambda: notes._last is not None and notes._last.done())
             assert client.exists(name) == 1
+    (line,) = logged(caplog)
+    assert line == f"tier 'redis': rank 0 has its blocks under the namespace {bytes(16).hex()}"
 
 
 class WaitingBucket:

@@ -13,6 +13,7 @@ from itertools import compress
 
 from spec.fields import format_size
 from spec.offloading import StoreSpec
+from tiers.block import KV_REVISION
 from tiers.block import namespace as namespace_of
 from tiers.concurrency.executors import IoExecutor
 from tiers.contract.engine_info import ALONE
@@ -43,6 +44,7 @@ def describe(
         salted=bool(facts.get("salt")),
         lasts=not facts.get("weights", "").startswith(ALONE),
         opened=0.0,
+        revision=KV_REVISION,
     )
 
 
@@ -87,6 +89,11 @@ class NamespaceNotes:
         is_of_late = now < self._begun.get(namespace, -AGAIN_S) + AGAIN_S
         if is_of_late or not (last is None or last.done()):
             return
+        if not self._begun and not self._spec.encryption:
+            logger.info(
+                "tier %r: rank %d has its blocks under the namespace %s",
+                *(log_name(self._spec), self._note.rank, namespace.hex()),
+            )
         self._begun = {one: at for one, at in self._begun.items() if now < at + AGAIN_S}
         self._begun[namespace] = now
         with suppress(RuntimeError):  # no thread can be had, or the engine ends
