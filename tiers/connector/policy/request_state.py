@@ -271,7 +271,8 @@ class RequestTable:
         request_state.awaits_weights = ours == ""
         if ours and others and request_state.may_store:
             line = (
-                "request %s: nothing of it is stored, since another node sent KV of other weights"
+                "request %s: nothing of it is stored, since another node sent KV of other weights, "
+                "or of another version of vLLM or kvtiers"
             )
             self._others.log(line, request_state.request.request_id)
             self._of_others += 1
