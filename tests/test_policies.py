@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ FAILING = {
     "raises in __init__": ("def enter", "def __init__(self, capacity): 1 / 0\n    def enter"),
     "has no queues": ("queues = 4", "queues = 0"),
     "raises in enter": ("return 1", "return 1 / 0"),
+    "panics in enter, as Rust does": ("return 1", "raise type('Panic', (BaseException,), {})"),
+    "is cancelled in used": ("return min(", "raise asyncio.CancelledError\n        ("),
     "enters nowhere": ("return 1", "return 9"),
     "enters by a text": ("return 1", "return 'first'"),
     "raises in used": ("min(queue + 1, 4)", "{}[queue]"),
@@ -120,7 +123,7 @@ def test_a_policy_that_fails_ends_alone(
 ) -> None:
     right, wrong = FAILING[how]
     assert right in MODULE
-    package(MODULE.replace(right, wrong, 1))
+    package("import asyncio\n" + MODULE.replace(right, wrong, 1))
     with caplog.at_level(logging.ERROR):
         engine = serve(chain_of(cpu(24, eviction="frequency")))
     try:
@@ -132,6 +135,21 @@ def test_a_policy_that_fails_ends_alone(
     lines = [r.message for r in caplog.records if "frequency has failed" in r.message]
     assert len(lines) == 1, lines
     assert lines[0].startswith("tier 'cpu': frequency has failed, and LruEviction decides instead")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_request_to_stop_ends_no_policy_but_on_another_thread(stop: type[BaseException]) -> None:
+    class Stopped(LruEviction):
+        def used(self, queue: int) -> int:
+            raise stop
+
+    guarded = GuardedEviction(Stopped, 4, LruEviction(4), "tier")
+    with pytest.raises(stop):
+        guarded.used(1)
+    assert not guarded.asked.warning
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(guarded.used, 1).result() == 1
+    assert stop.__name__ in guarded.asked.warning
 
 
 class SeemsEmpty(ArcEviction):

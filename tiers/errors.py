@@ -19,6 +19,8 @@ UnsupportedEngine in engine/versions.py, StreamError and ServerError in remote/,
 
 from __future__ import annotations
 
+import threading
+
 from spec.errors import KVTiersError as KVTiersError
 
 
@@ -61,3 +63,9 @@ class TraceError(KVTiersError):
 
 class RecordingError(KVTiersError):
     """Requests can't be recorded for now; says what would help."""
+
+
+def ends_process(error: BaseException) -> bool:
+    """Whether it asks this process to end. On another thread a plugin called exit, which fails."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and isinstance(error, KeyboardInterrupt | SystemExit)

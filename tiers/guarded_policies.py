@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from spec.errors import describe_error
 from spec.policies import AdmissionPolicy, EvictionPolicy
-from tiers.errors import TierError
+from tiers.errors import TierError, ends_process
 
 P = TypeVar("P", EvictionPolicy, AdmissionPolicy)
 T = TypeVar("T")
@@ -36,8 +36,10 @@ class _Asked(Generic[P]):
         """What the policy answers; `otherwise` if it fails."""
         try:
             return call(self.default if self.policy is None else self.policy)
-        # The one place for policies: nothing may reach the engine.
-        except Exception as error:
+        # The one place for policies: nothing else may reach the engine, as a panic of Rust.
+        except BaseException as error:
+            if ends_process(error):
+                raise
             self.policy = None
             instead = type(self.default).__name__
             self.warning = (

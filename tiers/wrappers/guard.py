@@ -28,6 +28,7 @@ from tiers.errors import (
     TierFull,
     TierNotOpen,
     TierUnavailable,
+    ends_process,
 )
 from tiers.store import (
     Block,
@@ -437,9 +438,7 @@ class Guarded(Capable):
                 names = self.tier_name, self._names[breaker]
                 self._changes[breaker].log(line, *names, level=level)
             return True
-        # On the main thread this ends the process; on another thread the store called exit.
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and isinstance(error, KeyboardInterrupt | SystemExit):
+        if ends_process(error):
             breaker.leave(call)
             return False
         if not is_given_up:  # that is a late load, and counted as one
