@@ -97,6 +97,43 @@ def test_a_store_of_which_nothing_is_ever_found_says_so_once(
     assert len(said) == 1 and "plugin (package tests)" in said[0]
 
 
+class Cutting(Store):
+    """It keeps a part of each block, and finds that out."""
+
+    def put(self, blocks: Sequence[Block]) -> Any:
+        self.payloads.update((block.key, bytes(block.payload[:-1])) for block in blocks)
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> Any:
+        return [len(self.payloads[key]) == len(payload) for key, payload in blocks]
+
+
+class Empty(Store):
+    """It keeps nothing, and says that it has everything."""
+
+    def has(self, keys: Sequence[bytes]) -> Any:
+        return [True] * len(keys)
+
+    def get(self, blocks: Sequence[Block]) -> Any:
+        return [False] * len(blocks)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", [Cutting, Empty])
+def test_a_store_of_which_nothing_is_ever_loaded_says_so_once(
+    kind: type[Store], engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    MAKE[:] = [kind]
+    shared()
+    made = engine(chain(deadline="30s"), num_blocks=120, prefix_caching=False)
+    for _ in range(10):
+        ask(made)
+        made.settle()
+    assert measured(made, "loaded_tokens", "plugin") == 0
+    said = [line for line in caplog.messages if "none of the" in line]
+    assert len(said) == 1 and "plugin (package tests)" in said[0] and "kvtiers check" in said[0]
+
+
 def test_a_store_of_which_something_is_found_says_nothing(
     engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,7 +145,7 @@ def test_a_store_of_which_something_is_found_says_nothing(
         made.settle()
         ask(made, [number, *LONG[:80]])
     assert measured(made, "loaded_tokens", "plugin") > 0
-    assert not [line for line in caplog.messages if "open the store separately" in line]
+    assert not [line for line in caplog.messages if "none of the" in line]
 
 
 @pytest.mark.fault

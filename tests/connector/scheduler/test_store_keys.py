@@ -70,6 +70,30 @@ def test_what_is_known_to_be_gone_does_not_count_as_never_found(
     manager.close()
 
 
+@pytest.mark.parametrize("case", ["in vain", "one load", "foreign", "reset", "came", "unfound"])
+def test_loads_that_are_all_in_vain_are_noticed(
+    case: str, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    store = IndexedNames(b"held")
+    manager = StoreManager(Guarded(store, "tier"), [b""], Generation(), clock)
+    keys = [b"%02d" % number for number in range(VisibilityCheck.MISSED)]
+    manager.stored([b"held", *([] if case == "foreign" else keys)])
+    if case != "unfound":
+        look_up(manager, [b"held"], Lookup())
+        look_up(manager, keys[:16], Lookup())
+        look_up(manager, keys[16:], Lookup())  # once one is found others may be evicted
+    if case == "reset":
+        manager.reset()
+    if case == "came":
+        manager.loaded(True, [])
+    step = len(keys) if case == "one load" else 4
+    for start in range(0, len(keys), step):
+        manager.loaded(False, keys[start : start + step])
+    assert len(caplog.messages) == (case == "in vain"), caplog.messages
+    assert all("the 32 loaded since" in line for line in caplog.messages)
+    manager.close()
+
+
 def test_what_a_lookup_misses_is_not_looked_up_again_when_the_step_stores_it(clock: Clock) -> None:
     store = IndexedNames()
     manager = StoreManager(Guarded(store, "tier"), [b""], Generation(), clock)

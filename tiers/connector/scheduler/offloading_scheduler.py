@@ -405,8 +405,7 @@ class OffloadingScheduler(SchedulerConnector):
         self.note(**self.load_cost.gauges())
         self.manager.complete_load([i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(result.lost)]
-        for key in lost:
-            self.manager.discard(key)
+        self.manager.loaded(len(result.failed) < len(job.items), lost)
         self._tier.lost(lost)
         self._hints.lost(lost)
         tier_request.recompute |= bool(result.failed)

@@ -163,7 +163,8 @@ def _everywhere(
 
 
 class VisibilityCheck:
-    """Watches the first blocks that the workers stored, until one of them is found.
+    """Watches the first blocks that the workers stored, until one is found, and then until one is
+    loaded.
 
     Blocks are noted by the scheduler's thread, and lookups by whichever threads they are made on;
     a lookup that misses what is just being noted only comes to its conclusion later.
@@ -172,12 +173,15 @@ class VisibilityCheck:
     STORED = 4096
     """Blocks remembered, and those of one job more."""
     MISSED = 32
-    """Lookups of stored blocks that, all in vain, are no accident."""
+    """Lookups of stored blocks, or loads, that, all in vain, are no accident."""
+    OF_LOAD = 8
+    """Blocks that count of one load: others may have removed all that it was to load."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._stored: dict[bytes, None] | None = {}
         self._missed = 0
+        self._is_found = False
         self._lock = threading.Lock()  # without it two lookups at once could both log it
 
     def stored(self, keys: Sequence[bytes]) -> None:
@@ -197,22 +201,43 @@ class VisibilityCheck:
     def asked(self, keys: Sequence[bytes], held: Sequence[bool]) -> None:
         """A store that works was asked for these keys."""
         stored = self._stored
-        if stored is None or stored.keys().isdisjoint(keys):
+        if stored is None or self._is_found or stored.keys().isdisjoint(keys):
             return
         answers = [has for key, has in zip(keys, held, strict=True) if key in stored]
         if any(answers):
-            self._stored = None
+            with self._lock:
+                self._is_found, self._missed = True, 0
             return
-        with self._lock:
-            self._missed += len(answers)
-            if self._missed < self.MISSED or self._stored is None:
-                return
-            self._stored = None
-        logger.warning(
+        self._in_vain(
+            len(answers),
+            False,
             "tier %s: blocks are stored, and none of the %d asked for since was found: its "
             "capacity is so small that all is evicted before it is asked for, or what one process "
             "puts the others do not see. The scheduler's process and each worker open the store "
             "separately: keep blocks in a file, a server or shared memory",
-            self._tier,
-            self._missed,
         )
+
+    def loaded(self, any_arrived: bool, lost: Sequence[bytes]) -> None:
+        """A load ended; `lost`: what the store did not have."""
+        if (stored := self._stored) is None:
+            return
+        if any_arrived:
+            self._stored = None
+            return
+        self._in_vain(
+            min(sum(key in stored for key in lost), self.OF_LOAD),
+            True,
+            "tier %s: blocks are stored and found, and none of the %d loaded since was there: it "
+            "says that it has what it does not keep, or keeps other bytes than were put, or evicts "
+            "all before it is loaded. kvtiers check tries a store",
+        )
+
+    def _in_vain(self, count: int, is_found: bool, line: str) -> None:
+        with self._lock:
+            if self._is_found != is_found:  # by another lookup, meanwhile
+                return
+            self._missed += count
+            if self._missed < self.MISSED or self._stored is None:
+                return
+            self._stored = None
+        logger.warning(line, self._tier, self._missed)

@@ -354,6 +354,10 @@ class StoreManager(TierManager):
         """Touch them all: a store takes what came with the last step to be used last."""
         self._uses.note(keys, at_once=self._index is not None)
 
+    def loaded(self, any_arrived: bool, lost: Sequence[bytes]) -> None:
+        self._unfound.loaded(any_arrived, lost)
+        super().loaded(any_arrived, lost)
+
     def discard(self, key: bytes) -> None:
         self._changes.note(key, held=False)
         self._recent.discard((key,))

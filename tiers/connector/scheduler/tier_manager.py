@@ -99,6 +99,11 @@ class TierManager:
         return how many were not yet."""
         return 0
 
+    def loaded(self, any_arrived: bool, lost: Sequence[bytes]) -> None:
+        """Note how a load ended; `lost`: what the tier turned out not to have."""
+        for key in lost:
+            self.discard(key)
+
     def discard(self, key: bytes) -> None:
         """Note that the tier does not have this block: it failed to load."""
 
