@@ -56,7 +56,7 @@ class GuardedEviction(EvictionPolicy):
     def __init__(
         self, policy: type[EvictionPolicy], capacity: int, default: EvictionPolicy, name: str
     ) -> None:
-        self.asked = _Asked(lambda: _with_queues(policy(capacity)), default, name)
+        self.asked = _Asked(lambda: with_queues(policy(capacity)), default, name)
         self.queues = 1 if self.asked.policy is None else self.asked.policy.queues  # type: ignore[misc]
 
     def resize(self, capacity: int) -> None:
@@ -72,13 +72,13 @@ class GuardedEviction(EvictionPolicy):
         last = max(queue for queue, length in enumerate(lengths, 1) if length)
         if self.asked.policy is None:
             return last
-        return self.asked.ask(lambda policy: _of(lengths, policy.next(lengths)), last)
+        return self.asked.ask(lambda policy: queue_of(lengths, policy.next(lengths)), last)
 
     def evicted(self, key: bytes, queue: int) -> None:
         self.asked.ask(lambda policy: policy.evicted(key, queue), None)
 
     def _queue(self, choose: Callable[[EvictionPolicy], int]) -> int:
-        return self.asked.ask(lambda policy: _within(self.queues, choose(policy)), 1)
+        return self.asked.ask(lambda policy: within(self.queues, choose(policy)), 1)
 
 
 class GuardedAdmission(AdmissionPolicy):
@@ -106,20 +106,20 @@ class GuardedAdmission(AdmissionPolicy):
         self.asked.ask(lambda policy: policy.stored(key), None)
 
 
-def _with_queues(policy: EvictionPolicy) -> EvictionPolicy:
+def with_queues(policy: EvictionPolicy) -> EvictionPolicy:
     if type(policy.queues) is not int or not 1 <= policy.queues <= MOST_QUEUES:
         raise TierError(f"queues is {policy.queues!r:.100}; write 1 to {MOST_QUEUES}")
     return policy
 
 
-def _within(queues: int, answer: object) -> int:
+def within(queues: int, answer: object) -> int:
     if not isinstance(answer, int) or isinstance(answer, bool) or not 1 <= answer <= queues:
         raise TierError(f"it answered {answer!r:.100}, and its queues are 1 to {queues}")
     return answer
 
 
-def _of(lengths: Sequence[int], answer: object) -> int:
-    queue = _within(len(lengths), answer)
+def queue_of(lengths: Sequence[int], answer: object) -> int:
+    queue = within(len(lengths), answer)
     if not lengths[queue - 1]:
         raise TierError(f"next answered {queue}, an empty queue")
     return queue

@@ -11,6 +11,7 @@ from unittest import SkipTest
 from spec.policies import AdmissionPolicy, EvictionPolicy
 from tiers.cpu.eviction import LruEviction
 from tiers.cpu.residency import SlotResidency
+from tiers.guarded_policies import queue_of, with_queues, within
 from tiers.host.slots import SlotPool
 
 ROOM = 48
@@ -51,32 +52,26 @@ class _Tier:
 
 
 class _Checked(EvictionPolicy):
-    """A policy whose answers are asserted."""
+    """A policy whose wrong answers are errors, as those that end a policy beside an engine."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        assert 1 <= policy.queues <= 64, f"queues is {policy.queues}"
-        self.policy, self.queues = policy, policy.queues  # type: ignore[misc]
+        self.policy = with_queues(policy)
+        self.queues = policy.queues  # type: ignore[misc]
 
     def resize(self, capacity: int) -> None:
         self.policy.resize(capacity)
 
     def enter(self, key: bytes) -> int:
-        return self._of(self.policy.enter(key), "enter")
+        return within(self.queues, self.policy.enter(key))
 
     def used(self, queue: int) -> int:
-        return self._of(self.policy.used(queue), "used")
+        return within(self.queues, self.policy.used(queue))
 
     def next(self, lengths: Sequence[int]) -> int:
-        queue = self._of(self.policy.next(lengths), "next")
-        assert lengths[queue - 1], f"next answered {queue}, an empty queue"
-        return queue
+        return queue_of(lengths, self.policy.next(lengths))
 
     def evicted(self, key: bytes, queue: int) -> None:
         self.policy.evicted(key, queue)
-
-    def _of(self, answer: int, method: str) -> int:
-        assert answer in range(1, self.queues + 1), f"{method} answered {answer!r}"
-        return answer
 
 
 class EvictionContract:
