@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 from unittest import SkipTest
 from unittest.mock import patch
@@ -16,9 +17,10 @@ from unittest.mock import patch
 import pytest
 
 from spec.offloading import KEY_BYTES, StoreContext, StoreSpec
+from tests.support.clock import Clock
 from tests.support.damage import PackMedium, ServerMedium, SlabMedium
 from tests.support.servers import RedisServer
-from tiers.block import address_of, digest
+from tiers.block import NAMESPACE_BYTES, address_of, digest
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.remote.object_spec import ObjectSpec
@@ -395,11 +397,17 @@ class ForgetsToDrop(MemoryStore):
 
 
 class CutsKeys(MemoryStore):
+    part = slice(32)
+
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        return super().put([Block(block.key[:32], block.payload) for block in blocks])
+        return super().put([Block(block.key[self.part], block.payload) for block in blocks])
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return super().get([Block(block.key[:32], block.payload) for block in blocks])
+        return super().get([Block(block.key[self.part], block.payload) for block in blocks])
+
+
+class CutsNamespaces(CutsKeys):
+    part = slice(NAMESPACE_BYTES, None)
 
 
 class AnswersWithAGenerator(MemoryStore):
@@ -510,6 +518,7 @@ class ClearsAll(MemoryStore):
         (ServesAnotherKey, "test_has_and_get_agree_on_a_mixed_batch"),
         (ForgetsToDrop, "test_what_is_dropped_is_gone_and_can_be_put_again"),
         (CutsKeys, "test_a_key_is_not_its_own_beginning"),
+        (CutsNamespaces, "test_a_key_is_not_its_own_beginning"),
     ],
 )
 def test_the_kit_finds_a_broken_store(broken: type[MemoryStore], test: str) -> None:
@@ -637,6 +646,47 @@ def test_the_kit_compares_what_the_spec_and_the_class_say(spec: bool, kit: bool 
 
     with pytest.raises(AssertionError, match=f"spec's verifies is {spec}"):
         Says().test_the_spec_says_whether_it_verifies()
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+@pytest.mark.parametrize(
+    ("deadline", "seconds", "over"),
+    [
+        ("10s", 9, 0),
+        ("100ms", 9, 0),
+        ("10s", 11, 10),
+        ("100ms", 11, 10),
+        ("30s", 11, 0),
+        ("30s", 31, 30),
+        (None, 11, 10),
+    ],
+)
+def test_the_kit_finds_a_verb_that_takes_longer_than_its_deadline(
+    verb: str, deadline: str | None, seconds: int, over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(MemoryStore):
+        def put(self, blocks: Sequence[Block]) -> list[bool]:
+            clock.now += seconds if verb == "put" else 0
+            return super().put(blocks)
+
+        def get(self, blocks: Sequence[Block]) -> list[bool]:
+            clock.now += seconds if verb == "get" else 0
+            return super().get(blocks)
+
+    class Kit(StoreContract):
+        def open_store(self, payload_bytes: int) -> TierStore:
+            return Slow()
+
+        def make_spec(self) -> StoreSpec:
+            if deadline is None:
+                return super().make_spec()
+            return GivenSpec.model_validate({"type": "given", "deadline": deadline})
+
+    clock = Clock()
+    monkeypatch.setattr("tiers.testing.harness.time", SimpleNamespace(monotonic=clock))
+    late = pytest.raises(AssertionError, match=rf"{verb} took {seconds} s, .* after {over} s")
+    with late if over else contextlib.nullcontext():
+        Kit().test_what_was_put_is_got()
 
 
 class Plain(StoreContract):

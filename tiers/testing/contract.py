@@ -134,7 +134,9 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
         whole = make_key(64)
         with self.opened() as store:
             self.put(store, [whole])
-            assert self.hits(store, [whole[:32], whole + b"\0", whole]) == [False, False, True]
+            other = make_key(NAMESPACE_BYTES) + whole[NAMESPACE_BYTES:]
+            asked = [whole[:32], whole + b"\0", other, whole]
+            assert self.hits(store, asked) == [False, False, False, True]
 
     def test_memory_of_any_alignment(self) -> None:
         with self.opened() as store:

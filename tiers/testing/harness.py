@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from unittest import SkipTest
 
@@ -18,6 +18,7 @@ from tiers.store import Block, Capability, TierStore, capability, each
 from tiers.testing.limits import limited
 from tiers.testing.trial import Medium
 
+DEADLINE: float = StoreSpec.model_fields["deadline"].default
 _CANARY = 0xA5
 
 
@@ -193,9 +194,23 @@ class StoreUnderTest:
     def stored(self, store: TierStore, memory: Memory) -> list[bool]:
         """Put the blocks of this memory, read-only as an engine's are; which the store took."""
         before = memory.copy()
-        stored = each("put", store.put(memory.readonly()), len(memory.blocks))
+        with self.in_time("put"):
+            stored = each("put", store.put(memory.readonly()), len(memory.blocks))
         assert memory.copy() == before, "put changed the caller's memory, which other tiers serve"
         return stored
+
+    @contextmanager
+    def in_time(self, verb: str) -> Iterator[None]:
+        """Fail if this takes longer than the spec's deadline, and than the deadline of most."""
+        began = time.monotonic()
+        yield
+        seconds, limit = time.monotonic() - began, DEADLINE
+        if seconds > limit:
+            with suppress(SkipTest):  # it has no spec
+                limit = max(limit, self.make_spec().deadline)
+            assert seconds <= limit, (
+                f"{verb} took {seconds:.3g} s, and counts as failed after {limit:g} s: its deadline"
+            )
 
     def hits(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> list[bool]:
         """Load these keys and say which were hits; each hit must be the payload of its key."""
@@ -203,7 +218,8 @@ class StoreUnderTest:
 
     def got(self, store: TierStore, memory: Memory, version: int = 0) -> list[bool]:
         """As `hits`, of the blocks of this memory."""
-        hits = each("get", store.get(memory.blocks), len(memory.blocks))
+        with self.in_time("get"):
+            hits = each("get", store.get(memory.blocks), len(memory.blocks))
         for index, hit in enumerate(hits):
             assert not hit or memory.holds(index, version), "a hit with other bytes than were put"
         memory.check_canaries()
