@@ -72,7 +72,7 @@ from tiers.testing import MemoryStore
 
 class Leaves(MemoryStore):
     def put(self, blocks):
-        sys.exit("no server")
+        HOW
 
 class LeavesSpec(StoreSpec):
     type: Literal["leaves"] = "leaves"
@@ -85,13 +85,22 @@ class LeavesSpec(StoreSpec):
 """
 
 
-def test_a_store_that_ends_the_process_fails(plugin: Install, kvtiers: Run) -> None:
-    plugin("leaving", LEAVES, leaves="LeavesSpec")
+@pytest.mark.parametrize(
+    ("module", "how", "says"),
+    [
+        ("leaving", "sys.exit('no server')", "SystemExit: no server ("),
+        ("panics", "raise type('Panic', (BaseException,), {})('no server')", "Panic: no server ("),
+    ],
+)
+def test_a_store_that_ends_the_process_fails(
+    module: str, how: str, says: str, plugin: Install, kvtiers: Run
+) -> None:
+    plugin(module, LEAVES.replace("HOW", how), leaves="LeavesSpec")
     said = kvtiers("check", "leaves")
     lines = said.out.splitlines()
     assert said.status == 1, said
     failed = [line for line in lines if line.startswith("failed   what was put is got: ")]
-    assert "SystemExit: no server (" in failed[0] and "leaving.py:" in failed[0]
+    assert says in failed[0] and f"{module}.py:" in failed[0]
     assert "failed" in lines[-1] and "passed" in lines[-1]
 
 

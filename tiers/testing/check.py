@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import extract_tb
@@ -18,9 +17,6 @@ from tiers.testing.limits import Endless
 
 Place = Callable[[str], StoreSpec]
 """Gives the tier in an empty place of this name."""
-
-_RAISED = (Exception, SystemExit, CancelledError)
-"""What a plugin's code may raise, which is reported; an interrupt is the user's own."""
 
 
 class Result(NamedTuple):
@@ -70,7 +66,9 @@ def _tried(name: str, place: Place, limit_seconds: float) -> Result:
         return Result(test, "failed", str(error), is_endless=True)
     except AssertionError as error:
         return Result(test, "failed", str(error) or "an answer is wrong")
-    except _RAISED as error:
+    except KeyboardInterrupt:  # the user's own
+        raise
+    except BaseException as error:  # noqa: BLE001 - a plugin's code may raise anything
         return Result(test, "failed", _where(error))
     return Result(test, "passed")
 
