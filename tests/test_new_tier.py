@@ -104,6 +104,41 @@ def test_a_wrong_answer_of_either_process_is_status_1(
     assert said.output.splitlines()[1].split() == ["cpu", "7", "5", "9"]
 
 
+@pytest.mark.parametrize(
+    ("stored", "loaded", "more", "status"),
+    [
+        ((7, 7, 7), (0, 0, 0), "", 1),
+        ((7, 7, 7), (9, 0, 0), "", 1),
+        ((7, 7, 7), (0, 9, 0), "", 0),
+        ((7, 7, 7), (0, 0, 9), "", 0),
+        ((7, 0, 0), (0, 0, 0), "", 0),
+        ((7, 0, 7), (0, 0, 0), ", paused: reads", 1),
+        ((7, 7, 0), (0, 0, 0), ", paused: reads", 0),
+    ],
+)
+def test_stores_of_which_another_process_loads_nothing_are_status_1(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: tuple[int, ...],
+    loaded: tuple[int, ...],
+    more: str,
+    status: int,
+) -> None:
+    """Of stores that have the same blocks one may serve them all; `loaded` is the other's."""
+    names = ("cpu", "a", "b")
+    first, second = (dict(zip(names, of, strict=True)) for of in (stored, loaded))
+    found = [Seen(2, 0, first, dict.fromkeys(names, 5)), Seen(2, 0, {}, second)]
+    monkeypatch.setattr("tiers.lab.try_chain.try_chain", lambda chain, folder: found)
+    disk = f"type: disk, path: {tmp_path}/"
+    (tmp_path / "chain.yaml").write_text(
+        "version: 1\ntiers:\n- {type: cpu, capacity: 1GiB}\n"
+        f"- {{{disk}a, name: a, capacity: 1GiB{more}}}\n- {{{disk}b, name: b, capacity: 1GiB}}\n"
+    )
+    said = CliRunner().invoke(app, ["try", str(tmp_path / "chain.yaml")])
+    assert said.exit_code == status, said.output
+    assert ("another process loaded nothing" in said.output) == status
+
+
 class Environment:
     """An environment that sees our dependencies and the checkout, and nothing else."""
 
