@@ -141,6 +141,8 @@ def imported_class(
             f"its package {owner(entry)} was built for plugin API {api}, this is {PLUGIN_API}: "
             f"see {PAGE}"
         )
+    if not entry.pattern.match(entry.value):
+        raise broken(entry, "its entry point is not module:Class")
     loaded = run(entry, entry.load, "its import", IMPORT_SECONDS)
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise broken(entry, f"it is not an {kind.__name__}")

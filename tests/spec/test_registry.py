@@ -251,6 +251,14 @@ def test_whatever_a_plugin_does_its_package_is_named(
     assert all(module in line for line in left_out)
 
 
+def test_an_entry_point_that_names_no_class_is_told_how(plugin: Install, tmp_path: Path) -> None:
+    plugin("noclass", GOOD, tape="TapeSpec")
+    points = tmp_path / "noclass" / "noclass-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[kvtiers.tiers]\ntape = noclass TapeSpec\n")
+    told = chain(type="tape", reel="1GB")
+    assert "(noclass TapeSpec: its entry point is not module:Class)" in told
+
+
 def test_a_schema_tells_what_it_leaves_out(plugin: Install) -> None:
     plugin("nolicence", "raise RuntimeError('no licence')", tape="TapeSpec")
     said: list[str] = []
