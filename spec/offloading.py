@@ -125,7 +125,7 @@ class OffloadingSpec(BaseModel):
     admission: AdmissionName = Field(
         default="threshold",
         description="Choose the blocks to store. threshold: by store_threshold. Or a policy that a "
-        "package provides (docs/plugins.md).",
+        "package provides (docs/policies.md).",
     )
     paused: Literal["reads", "writes", "both"] | None = Field(
         default=None,

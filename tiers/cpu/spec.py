@@ -23,7 +23,7 @@ class CpuSpec(HostSpec):
         default="lru",
         description="Choose the block to evict. lru: the least recently used. arc: one used once "
         "or one used again, whichever kind has paid less; for a tier that is small beside the "
-        "traffic. Or a policy that a package provides (docs/plugins.md).",
+        "traffic. Or a policy that a package provides (docs/policies.md).",
     )
 
     def residency(self, pool: SlotPool, max_slots: int) -> SlotResidency:

@@ -18,7 +18,7 @@ from tiers.testing.template.store import TemplateStore
 class TestTemplate(StoreContract):
     shared = True  # two open stores see each other's blocks
     persistent = True  # blocks are there again after close and open
-    verifies = False  # damage is not found: kvtiers adds a checksum
+    verifies = False  # True is for tiers of ours: kvtiers finds damage by a checksum of its own
     host_local = True  # as the spec says: other hosts don't find the blocks
 
     @pytest.fixture(autouse=True)
