@@ -183,13 +183,12 @@ class StoreUnderTest:
 
     def put(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> None:
         """Store the payloads of these keys; the store must take them all."""
-        memory = Memory(keys, self.payload_bytes).fill(version)
-        stored = self.stored(store, memory)
+        stored = self.put_some(store, keys, version)
         assert stored == [True] * len(keys), f"put of {len(keys)} blocks answered {stored}"
 
-    def put_some(self, store: TierStore, keys: Sequence[bytes]) -> list[bool]:
+    def put_some(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> list[bool]:
         """Store the payloads of these keys and say which the store took."""
-        return self.stored(store, Memory(keys, self.payload_bytes).fill())
+        return self.stored(store, Memory(keys, self.payload_bytes).fill(version))
 
     def stored(self, store: TierStore, memory: Memory) -> list[bool]:
         """Put the blocks of this memory, read-only as an engine's are; which the store took."""
