@@ -118,9 +118,8 @@ def test_after_a_reset_nobody_knows_whose_weights_they_are(
     assert stored(decode, handed_over(prefill)) == 0
 
 
-def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node) -> None:
-    params, late = handed_over(node("v2")), Facts("v1")
-    decode = node("v1", late_facts=late)
+def answers_until_they_are_known(decode: ReplayEngine, params: dict[str, Any], late: Facts) -> None:
+    """A request that runs on from before the node's weights are known."""
     decode.add(PROMPT, 60, kv_transfer_params=params)
     for _ in range(8):
         decode.step()
@@ -129,6 +128,12 @@ def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node)
         decode.step()
         time.sleep(0.01)  # the tier opens meanwhile
     decode.settle()
+
+
+def test_what_runs_already_when_the_weights_are_known_is_judged_then(node: Node) -> None:
+    params, late = handed_over(node("v2")), Facts("v1")
+    decode = node("v1", late_facts=late)
+    answers_until_they_are_known(decode, params, late)
     assert measured(decode, "stored_blocks", "disk") == 0
     assert measured(decode, "other_weights", CHAIN) == 1
     wait_for(lambda: stored(decode, {}) > 0)
@@ -140,14 +145,7 @@ def test_until_they_are_known_no_tier_stores_it(node: Node, sent: str) -> None:
     params, late = handed_over(node(sent)), Facts("v1")
     decode = node("v1", cpu(), late_facts=late)
     assert stored(decode, params, "cpu") == 0
-    decode.add(PROMPT, 60, kv_transfer_params=params)
-    for _ in range(8):
-        decode.step()
-    late.are_known = True
-    while decode.scheduler.busy:
-        decode.step()
-        time.sleep(0.01)  # the tier opens meanwhile
-    decode.settle()
+    answers_until_they_are_known(decode, params, late)
     assert bool(measured(decode, "stored_blocks", "cpu")) == (sent == "v1"), "it runs on"
 
 
