@@ -70,6 +70,9 @@ class BlockCopy(Protocol):
     """A paged block that a step copies before it computes."""
 
     @property
+    def src_block_id(self) -> int: ...
+
+    @property
     def dst_block_id(self) -> int: ...
 
 

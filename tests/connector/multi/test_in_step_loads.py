@@ -52,7 +52,9 @@ class Engine:
         self.multi.update_state_after_alloc(request, blocks, loads)
         return FakeNewRequest(name, computed + loads, (table,))
 
-    def step(self, *new: FakeNewRequest, **again: tuple[int, ...]) -> list[str]:
+    def step(
+        self, *new: FakeNewRequest, copied: tuple[int, int] | None = None, **again: tuple[int, ...]
+    ) -> list[str]:
         """New requests compute four tokens each; others go on from a token, with so many more, and
         with more blocks. Of which nothing is stored from now on."""
         tokens = {one.req_id: 4 for one in new} | {name: run[1] for name, run in again.items()}
@@ -61,6 +63,9 @@ class Engine:
         cached = CachedRequests([*again], set(), more, [run[0] for run in runs])
         began: Any = [*new]
         step = Step(began, tokens, cached)
+        if copied:
+            pair = SimpleNamespace(src_block_id=copied[0], dst_block_id=copied[1])
+            vars(step)["kv_cache_block_copies"] = [pair]
         self.orders.append(self.multi.build_connector_meta(step))
         disabled, self.child.disabled = self.child.disabled, []
         return sorted(set(disabled))
@@ -157,6 +162,20 @@ def test_what_windows_reach_of_it_is_in_doubt_too(engine: Engine) -> None:
     assert engine.step(engine.begins("f", 8, [0, 5, 11])) == []
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_copy_of_a_part_is_as_wrong_as_what_it_was_copied_from(
+    engine: Engine, fails: bool
+) -> None:
+    engine.step(engine.begins("a", 0, [1, 2, 3], 8))
+    assert engine.step(engine.begins("b", 0, [5, 6], 0), copied=(2, 5)) == ["b"]
+    engine.ends(*[2] * fails)
+    assert engine.step(engine.begins("c", 0, [7, 8]), copied=(2, 7)) == ["c"], "b's is not heard"
+    engine.ends()
+    engine.ends()
+    assert engine.step(engine.begins("d", 4, [5, 9])) == ["d"] * fails
+    assert engine.step(engine.begins("e", 4, [7, 10])) == ["e"] * fails
+
+
 def test_blocks_that_are_given_to_others_are_right(engine: Engine) -> None:
     engine.step(engine.begins("a", 0, [1, 2, 3, 4], 12))
     engine.ends(1, 2)
@@ -223,7 +242,7 @@ class Drawn:
             self.running[name] = path, table
             self.done[name] = found + loads
             ran.append((name, table, found + loads))
-        self.barred.update(self.engine.step(*new, **again))
+        self.barred.update(self.engine.step(*new, copied=None, **again))
         for name, _, at in ran:
             self.done[name] = at + 1
         ordered = [([*table], at, name not in self.barred) for name, table, at in ran]

@@ -37,7 +37,12 @@ class Node:
         self.doubts.allocated(state, 4 * new, in_step=False)
         return state
 
-    def step(self, *new: tuple[str, list[int], int], **on: tuple[int, list[int]]) -> None:
+    def step(
+        self,
+        *new: tuple[str, list[int], int],
+        copied: tuple[int, int] | None = None,
+        **on: tuple[int, list[int]],
+    ) -> None:
         """New requests compute the block behind those that they have; others that run go on from a
         token, with more blocks."""
         tokens = {name: 4 for name, *_ in new} | dict.fromkeys(on, 4)
@@ -46,6 +51,9 @@ class Node:
         cached: Any = CachedRequests([*on], set(), added, [before for before, _ in on.values()])
         step: Any = FakeStep(tokens, *began)
         step.scheduled_cached_reqs = cached
+        if copied:
+            pair = SimpleNamespace(src_block_id=copied[0], dst_block_id=copied[1])
+            step.kv_cache_block_copies = [pair]
         assert self.doubts.step_begins(self.requests.begin_step(step), None) == []
 
     def stores(self, name: str, table: list[int], new: int) -> bool:
@@ -129,6 +137,15 @@ def test_a_node_stands_for_itself_with_an_adapter_from_one_place() -> None:
     places = [(), ("sql", "/v1"), ("sql", "/v2")]
     assert [node(*place) for place in places] == [node(*place) for place in places]
     assert len({node(*place) for place in places} | {Node("").requests._here.hex()}) == 4
+
+
+def test_a_copy_of_a_part_is_what_it_was_copied_from() -> None:
+    node = Node()
+    node.begins("pulled", [1, 2], 0, sent="others")
+    finds = node.begins("finds a part", [1, 5, 6], 1)
+    node.doubts._sent.pop(1)
+    node.step(("finds a part", [1, 5, 6], 2), copied=(2, 5))
+    assert not finds.stores
 
 
 def test_groups_of_other_blocks_have_their_own_places() -> None:

@@ -282,7 +282,7 @@ def test_what_ends_while_it_loads_again_has_computed_nothing() -> None:
 
 def test_blocks_that_a_step_copies_into_are_overwritten() -> None:
     step = Step([], {})
-    vars(step)["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=7)]
+    vars(step)["kv_cache_block_copies"] = [SimpleNamespace(src_block_id=3, dst_block_id=7)]
     assert RequestTable(EngineInfo({}, 4, 4, 100)).begin_step(step).overwritten == {7}
 
 

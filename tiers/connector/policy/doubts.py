@@ -67,6 +67,8 @@ class Doubts:
                 run.request_state.in_doubt = False
             return found
         self._are_right(step.added)
+        for copy in step.copies:
+            self._copied(copy.src_block_id, copy.dst_block_id)
         # Twice: one may find what another, that comes later here, computes in this very step.
         for run in [run for run in runs if run.request_state.in_doubt] * 2:
             if self._is_doubtful(run) and run.request_state not in found:
@@ -95,6 +97,15 @@ class Doubts:
             if not self._unheard:
                 self._failed.update(behind)
         return is_behind
+
+    def _copied(self, source: int, to: int) -> None:
+        """A request has a copy of a block of which it found a part."""
+        if source in self._sent:
+            self._sent[to] = self._sent[source]
+        if source in self._blocks:
+            self._blocks.add(to)
+            for heard_then in [*self._unheard.values()][-1:]:
+                heard_then.append([source, to])
 
     def _are_right(self, blocks: set[int]) -> None:
         self._blocks -= blocks

@@ -152,11 +152,13 @@ class EngineStep(NamedTuple):
     """One step of the engine. `scheduled`: its requests, but for those that answer, complete no
     block and have none that a tier is to be offered again. `overwritten`: paged blocks that it
     writes, that were allocated for loads since the step before, or in which that left a state.
-    `added`: paged blocks that requests are given for it, and write."""
+    `added`: paged blocks that requests are given for it, and write. `copies`: of paged blocks, made
+    before it."""
 
     scheduled: list[Scheduled]
     overwritten: set[int]
     added: set[int]
+    copies: Sequence[BlockCopy]
 
     @property
     def prompt_tokens(self) -> int:
@@ -190,7 +192,7 @@ class RequestTable:
         self.groups = BlockGroups(engine)
         keeps_all = self.groups.parts_kept == len(self.groups)
         self._interval = None if keeps_all else engine.window_interval
-        self.step = EngineStep([], set(), set())
+        self.step = EngineStep([], set(), set(), ())
         """The step whose orders are being made."""
         self._reader = RequestReader()
         self._media_late = self._of_others = 0
@@ -438,7 +440,7 @@ class RequestTable:
         overwritten, self._allocated = self._allocated, set()
         copies: Sequence[BlockCopy] = getattr(output, "kv_cache_block_copies", None) or ()
         overwritten.update(copy.dst_block_id for copy in copies)
-        self.step = EngineStep([], overwritten, set())
+        self.step = EngineStep([], overwritten, set(), copies)
         states = self._states_left(output)
         tokens, add_written = self.engine.block_tokens, self.groups.add_written
         for new in output.scheduled_new_reqs:
