@@ -174,6 +174,7 @@ def test_a_copy_of_a_part_is_as_wrong_as_what_it_was_copied_from(
     engine.ends()
     assert engine.step(engine.begins("d", 4, [5, 9])) == ["d"] * fails
     assert engine.step(engine.begins("e", 4, [7, 10])) == ["e"] * fails
+    assert engine.step(engine.begins("f", 0, [11, 12]), copied=(2, 11)) == ["f"] * fails
 
 
 def test_blocks_that_are_given_to_others_are_right(engine: Engine) -> None:

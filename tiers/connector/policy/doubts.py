@@ -22,9 +22,9 @@ class Doubts:
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
         self._blocks: set[int] = set()
-        """Those of loads within a step, of which these"""
+        """Those of loads within a step, and behind them, of steps whose end will say it."""
         self._failed: set[int] = set()
-        """are wrong, so that no step will say that they are right."""
+        """Those of which no step will say that they are right."""
         self._unheard: dict[int, list[list[int]]] = {}
         """By step, the tables of requests that it runs, each from its first block in doubt on."""
         self._sent: dict[int, set[str]] = {}
@@ -32,12 +32,12 @@ class Doubts:
 
     def __bool__(self) -> bool:
         """Whether a step's end is to be heard."""
-        return bool(self._blocks or self._unheard)
+        return bool(self._blocks or self._failed or self._unheard)
 
     def allocated(self, request_state: RequestState, computed: int, in_step: bool) -> None:
         """The engine has given a request its blocks anew, but for those of `computed` tokens, which
         it found; `in_step`: some are loaded within the step."""
-        if in_step or request_state.sent or self._blocks or self._sent:
+        if in_step or request_state.sent or self or self._sent:
             new = self._behind(request_state, computed)
             self._are_right(new)
             self.judge(request_state, computed)
@@ -59,10 +59,10 @@ class Doubts:
     def step_begins(self, step: EngineStep, number: int | None) -> list[RequestState]:
         """Those of its requests that compute behind blocks in doubt. `number`: of the step, if its
         end is heard, as of each that loads."""
-        if self._blocks and number is not None:
+        if self and number is not None:
             self._unheard[number] = []
         found, runs = list[RequestState](), step.scheduled
-        if not (self._blocks or self._sent or any(run.request_state.sent for run in runs)):
+        if not (self or self._sent or any(run.request_state.sent for run in runs)):
             for run in runs:
                 run.request_state.in_doubt = False
             return found
@@ -86,23 +86,24 @@ class Doubts:
         if not (others := self.judge(request_state, run.before)):
             for block in self._sent.keys() & blocks:
                 del self._sent[block]
-        is_behind = not self._blocks.isdisjoint(blocks)
+        behind = [*dropwhile(self._is_right, blocks)]
         # Whoever begins with nothing in doubt goes on so: what it is given later it writes itself.
-        request_state.in_doubt = bool(others) or is_behind
-        if is_behind:
-            behind = [*dropwhile(lambda block: block not in self._blocks, blocks)]
+        request_state.in_doubt = bool(others or behind)
+        for heard_then in [*self._unheard.values()][-1:]:
             self._blocks.update(behind)
-            for heard_then in [*self._unheard.values()][-1:]:
-                heard_then.append(behind)
-            if not self._unheard:
-                self._failed.update(behind)
-        return is_behind
+            heard_then.append(behind)
+        if not self._unheard:
+            self._failed.update(behind)
+        return bool(behind)
+
+    def _is_right(self, block: int) -> bool:
+        return block not in self._blocks and block not in self._failed
 
     def _copied(self, source: int, to: int) -> None:
         """A request has a copy of a block of which it found a part."""
         if source in self._sent:
             self._sent[to] = self._sent[source]
-        if source in self._blocks:
+        if source in self._blocks or source in self._failed:
             self._blocks.add(to)
             for heard_then in [*self._unheard.values()][-1:]:
                 heard_then.append([source, to])
@@ -119,4 +120,4 @@ class Doubts:
             for blocks in self._unheard.pop(step):
                 bad = dropwhile(lambda one: one not in failed and one not in self._failed, blocks)
                 self._failed.update(bad)
-        self._blocks = self._failed.union(*chain.from_iterable(self._unheard.values()))
+        self._blocks = set[int]().union(*chain.from_iterable(self._unheard.values()))
