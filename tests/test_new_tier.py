@@ -191,7 +191,7 @@ def test_from_the_name_to_a_chain_that_serves(tmp_path: Path) -> None:
     printed = [made.run(line.partition("#")[0]) for line in commands.splitlines()]
     _, kit, checked, tried = printed
     assert " passed" in kit and "failed" not in kit
-    assert " passed" in checked and "failed" not in checked and "GB/s" in checked
+    assert " passed" in checked and "failed" not in checked
     assert "0 of 18 answers were wrong" in tried
     (row,) = [line.split() for line in tried.splitlines() if line.startswith("my-box")]
     assert int(row[3]) > 0, "the second process loaded nothing from it"
