@@ -80,12 +80,11 @@ EngineName = Annotated[
 ]
 
 
-def other_version(engine: str) -> typer.Exit:
-    """Refuse an engine's answer that this version can't read."""
-    return refused(
+def other_version(engine: str) -> str:
+    """Why an engine's answer can't be shown: this version can't read it."""
+    return (
         f"engine {engine}: its answer is another version's; ask with the kvtiers of that engine, "
-        "or write --json",
-        status=1,
+        "or write --json"
     )
 
 

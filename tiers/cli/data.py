@@ -17,7 +17,6 @@ from tiers.cli.status import span
 from tiers.errors import KVTiersError, TierUnusable
 
 if TYPE_CHECKING:
-    from spec.chain import ChainSpec
     from spec.offloading import StoreSpec
     from tiers.data.inspection import Group, Inspection
     from tiers.data.transfer import Transfer
@@ -51,7 +50,7 @@ def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -
     """
     from tiers.data.inspection import inspect_tier
 
-    def inspected(spec: StoreSpec, records: StoredRecords, _: object) -> _Result:
+    def inspected(spec: StoreSpec, records: StoredRecords) -> _Result:
         found = inspect_tier(records, spec.encryption is not None)
         rows = [_group_json(group) for group in found.groups]
         lines = _inspection_lines(spec.tier_name, found)
@@ -190,13 +189,15 @@ def gc(
     kvtiers gc chain.yaml --tier disk --unused 30d --delete
     """
     from spec.fields import parse_duration
+    from spec.load import load_chain
     from tiers.data.garbage import find_garbage, forget, remove_garbage
     from tiers.data.inspection import inspect_tier
 
     age = None if unused is None else parsed("--unused", unused, parse_duration)
     spaces = [_space(text) for text in namespace or ()]
+    events = load_chain(file).events.folder
 
-    def cleaned(spec: StoreSpec, records: StoredRecords, events: Path | None) -> _Result:
+    def cleaned(spec: StoreSpec, records: StoredRecords) -> _Result:
         garbage = find_garbage(inspect_tier(records, spec.encryption is not None), age, spaces)
         dropped = (0, 0)
         if delete:  # first, since the blocks that an interrupted gc leaves are found again
@@ -238,7 +239,7 @@ def _garbage_lines(
 
 
 def _tier(file: Path, name: str | None) -> StoreSpec:
-    _, tiers = _tiers(file, name)
+    tiers = _tiers(file, name)
     if len(tiers) > 1:
         raise refused(f"{file}: name a tier by --tier: {one_of([one.tier_name for one in tiers])}")
     return tiers[0]
@@ -279,7 +280,7 @@ def _verify(file: Path, tier: str | None, rate: str | None, as_json: bool, drops
 
     wanted = _parsed(rate)
 
-    def verified(spec: StoreSpec, records: StoredRecords, _: object) -> _Result:
+    def verified(spec: StoreSpec, records: StoredRecords) -> _Result:
         limit, began = _limit(wanted, records), time.monotonic()
         with _bar(f"{spec.tier_name} is read") as progress:
             report = verify_tier(records, limit, progress, drops=drops)
@@ -300,20 +301,16 @@ class _Result(NamedTuple):
 
 
 def _each(
-    file: Path,
-    tier: str | None,
-    as_json: bool,
-    work: Callable[[StoreSpec, StoredRecords, Path | None], _Result],
+    file: Path, tier: str | None, as_json: bool, work: Callable[[StoreSpec, StoredRecords], _Result]
 ) -> None:
-    """Do `work` on each tier (with the folder of the events) and print what came of it. Ends with 1
-    for a finding, and for a tier that can't be read, which is named; the others have their turn."""
+    """Do `work` on each tier and print what came of it. Ends with 1 for a finding, and for a tier
+    that can't be read, which is named; the others have their turn."""
     shown: dict[str, Any] = {}
     ends = 0
-    chain, tiers = _tiers(file, tier)
-    for spec in tiers:
+    for spec in _tiers(file, tier):
         try:
             with _records(spec) as records:
-                result = work(spec, records, chain.events.folder)
+                result = work(spec, records)
         except (KVTiersError, OSError) as error:
             typer.echo(f"{spec.tier_name}: {reason_of(error)}", err=True)
             ends = 1
@@ -342,20 +339,20 @@ def _limit(wanted: float | str | None, records: StoredRecords) -> float | None:
     return None if isinstance(wanted, str) else wanted
 
 
-def _tiers(file: Path, name: str | None) -> tuple[ChainSpec, list[StoreSpec]]:
-    """The chain, and its tiers to work on: that of the name, or all that list what they hold."""
+def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
+    """The tiers to work on: the one of that name, or all that can list what they hold."""
     from spec.load import load_chain
     from spec.offloading import StoreSpec
 
-    chain = load_chain(file)
-    stores = [tier for tier in chain.tiers if isinstance(tier, StoreSpec)]
+    tiers = load_chain(file).tiers
+    stores = [tier for tier in tiers if isinstance(tier, StoreSpec)]
     listing = [tier for tier in stores if type(tier).records is not StoreSpec.records]
     if chosen := [tier for tier in listing if name in (None, tier.tier_name)]:
-        return chain, chosen
+        return chosen
     names = [tier.tier_name for tier in listing]
     if not names:
         raise refused(f"{file}: none of its tiers can list what it holds, as disk and redis can")
-    if any(tier.tier_name == name for tier in chain.tiers):
+    if any(tier.tier_name == name for tier in tiers):
         raise refused(f"--tier {name}: its type can't list what it holds; use {one_of(names)}")
     raise refused(f"--tier {name}: no such tier; use {one_of(names)}")
 

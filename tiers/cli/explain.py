@@ -53,4 +53,4 @@ def _lines(account: dict[str, Any], as_json: bool) -> list[str]:
     try:
         return [json.dumps(account)] if as_json else [*lines(account)]
     except (KeyError, TypeError, AttributeError):
-        raise other_version(account["engine"]) from None
+        raise refused(other_version(account["engine"]), status=1) from None

@@ -42,7 +42,7 @@ def status(
             found = EngineStatus.model_validate(content)
         except ValidationError:
             if not (as_json and isinstance(content, dict)):
-                other_version(name)
+                typer.echo(other_version(name), err=True)
                 all_open = False
                 continue
         tiers = content.get("tiers")

@@ -24,10 +24,11 @@ PIECE = 32 << 20
 """Bytes that are digested before a thread looks for media that are done sooner."""
 
 
-SIZES = {
-    *("image_grid_thw", "video_grid_thw", "image_sizes", "video_image_sizes", "timestamps"),
-    *("audio_num_tokens", "audio_feature_lengths", "second_per_grid_ts"),
-}
+_SIZES = (
+    "image_grid_thw video_grid_thw image_sizes video_image_sizes timestamps audio_num_tokens "
+    "audio_feature_lengths second_per_grid_ts"
+)
+SIZES = frozenset(_SIZES.split())
 """What sizes the tokens of a medium: all that an engine is given of one whose KV another node is to
 send. It tells no two of a size apart."""
 

@@ -81,6 +81,7 @@ from tiers.engine.vllm_watch import (
     marks_of_requests,
     seen_adapters,
     waker,
+    warn_of_hashes,
     worker_weights,
 )
 from tiers.gpu.copier import open_copier
@@ -106,6 +107,8 @@ def engine_info(
     groups = kv_groups(vllm_config, kv_cache_config)
     events = vllm_config.kv_events_config
     is_worker = role is KVConnectorRole.WORKER
+    if not is_worker:  # else each rank would, too
+        warn_of_hashes(vllm_config)
     world_size = vllm_config.parallel_config.world_size
     return EngineInfo(
         facts={

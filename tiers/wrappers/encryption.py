@@ -196,7 +196,7 @@ class EncryptedStore(StagedStore):
 
     def __init__(self, store: TierStore, keys: Sequence[bytes], payload_bytes: int) -> None:
         super().__init__(store, encrypted_bytes(payload_bytes))
-        self.key_mark = key_mark(keys[0])
+        self.key_mark = key_mark(keys[0])  # under which it puts blocks
         self._ciphers = [BlockCipher(key) for key in keys]
 
     def capability(self, kind: type[Capability]) -> Capability | None:

@@ -38,9 +38,6 @@ class StagedStore(StoreWrapper, ABC):
     own scratch memory.
     """
 
-    key_mark = ""
-    """Of the encryption key under which it puts blocks, if it encrypts them."""
-
     def __init__(self, store: TierStore, form_bytes: int) -> None:
         super().__init__(store)
         self._form_bytes = form_bytes

@@ -18,7 +18,7 @@ from spec.registry import finds_damage, package_of
 from tiers.errors import TierUnusable
 from tiers.store import TierStore
 from tiers.wrappers.guard import Guarded
-from tiers.wrappers.integrity import StagedStore, VerifiedStore, record_bytes
+from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.put_process import PutsApart
 from tiers.wrappers.reopening import Reopening
 
@@ -53,7 +53,7 @@ def open_guarded(
     def make() -> TierStore:
         nonlocal mark  # under another key the engine's other processes would find nothing
         made = open_unguarded(spec, site, mark)
-        mark = made.key_mark if isinstance(made, StagedStore) else ""
+        mark = getattr(made, "key_mark", "")
         return PutsApart(made, spec, site, name) if puts_apart else made
 
     try:

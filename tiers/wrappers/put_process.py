@@ -39,7 +39,6 @@ from tiers.store import (
     required,
     time_left,
 )
-from tiers.wrappers.integrity import StagedStore
 
 OPEN_SECONDS = 30.0
 """After so long one line says that a process has yet to open its store."""
@@ -53,7 +52,7 @@ class PutsApart(StoreWrapper):
         """Takes over `store`, opened by `spec`. Begins the process, and does not wait for it."""
         super().__init__(store)
         self._spec, self._site, self._name = spec, site, name
-        self._mark = store.key_mark if isinstance(store, StagedStore) else ""
+        self._mark: str = getattr(store, "key_mark", "")
         self.puts_here = ""
         """Why blocks are put here; empty: they are not, or a process has yet to open."""
         self._has_served = self._closed = False

@@ -130,7 +130,7 @@ def test_a_node_stands_for_itself_with_an_adapter_from_one_place() -> None:
         request: Any = FakeRequest("r")
         if adapter:
             request.lora_request = SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1])
-        weights, _, node = table.entry_of_weights(request)["weights"].partition("@")
+        weights, _, node = str(table.entry_of_weights(request)["weights"]).partition("@")
         assert weights == ""
         return node
 

@@ -196,13 +196,18 @@ def test_a_tier_that_holds_less_in_the_same_pool_comes_to_an_end() -> None:
     assert manager.slots_kept() == 4 and not manager.is_shrinking
 
 
-def test_a_hint_keeps_a_block_that_moves_meanwhile() -> None:
+def moving() -> tuple[SlotPool, HostManager, list[SlotMove]]:
+    """A pool of one slot of two, into which the block behind its end is to move."""
     pool = SlotPool(2)
     manager = filled(pool, 2)
     manager.discard(key(0))
     pool.resize(1)
     manager.resize(0, 1)
-    (move,) = manager.shrink(64)
+    return pool, manager, manager.shrink(64)
+
+
+def test_a_hint_keeps_a_block_that_moves_meanwhile() -> None:
+    pool, manager, (move,) = moving()
     assert (move.source, move.target) == (1, 0)
     manager.pin([key(1)])
     manager.moved([move], ())
@@ -214,12 +219,7 @@ def test_a_hint_keeps_a_block_that_moves_meanwhile() -> None:
 
 @pytest.mark.parametrize("end", ["does not arrive", "is dropped", "is reset"])
 def test_no_slot_stays_for_what_a_hint_kept_and_is_gone(end: str) -> None:
-    pool = SlotPool(2)
-    manager = filled(pool, 2)
-    manager.discard(key(0))
-    pool.resize(1)
-    manager.resize(0, 1)
-    moves = manager.shrink(64)
+    pool, manager, moves = moving()
     manager.pin([key(1), key(9)])
     manager.pin([key(1)])
     if end == "is dropped":
@@ -246,12 +246,7 @@ def test_a_block_that_was_damaged_is_stored_anew_while_its_slot_is_still_read() 
 
 
 def test_a_reset_while_a_block_moves_leaves_nothing() -> None:
-    pool = SlotPool(2)
-    manager = filled(pool, 2)
-    manager.discard(key(0))
-    pool.resize(1)
-    manager.resize(0, 1)
-    moves = manager.shrink(64)
+    pool, manager, moves = moving()
     assert [*manager.reset()] == [key(1)]
     manager.moved(moves, ())
     manager.shrink(64)

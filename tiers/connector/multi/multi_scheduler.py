@@ -463,7 +463,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         names the weights."""
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Mapping) and params.get("do_remote_decode"):
-            return dict(self._requests.entry_of_weights(request))
+            return self._requests.entry_of_weights(request)
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
         return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}
 

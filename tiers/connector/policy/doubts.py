@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from itertools import chain, dropwhile
 
 from tiers.connector.policy.request_state import EngineStep, RequestState, RequestTable, Scheduled
@@ -84,17 +84,21 @@ class Doubts:
         for block in self._sent.keys() & blocks:
             request_state.sent |= self._sent[block]
         if not (others := self.judge(request_state, run.before)):
-            for block in self._sent.keys() & blocks:
-                del self._sent[block]
+            self._are_ours(blocks)
         behind = [*dropwhile(self._is_right, blocks)]
         # Whoever begins with nothing in doubt goes on so: what it is given later it writes itself.
         request_state.in_doubt = bool(others or behind)
-        for heard_then in [*self._unheard.values()][-1:]:
-            self._blocks.update(behind)
-            heard_then.append(behind)
-        if not self._unheard:
-            self._failed.update(behind)
+        self._doubt(behind)
         return bool(behind)
+
+    def _doubt(self, blocks: list[int]) -> None:
+        """If one is wrong, so are those that follow it, which the end of the last step in flight
+        will say; of steps that nobody hears of, all are taken to be."""
+        if self._unheard:
+            self._blocks.update(blocks)
+            self._unheard[max(self._unheard)].append(blocks)
+        else:
+            self._failed.update(blocks)
 
     def _is_right(self, block: int) -> bool:
         return block not in self._blocks and block not in self._failed
@@ -103,14 +107,15 @@ class Doubts:
         """A request has a copy of a block of which it found a part."""
         if source in self._sent:
             self._sent[to] = self._sent[source]
-        if source in self._blocks or source in self._failed:
-            self._blocks.add(to)
-            for heard_then in [*self._unheard.values()][-1:]:
-                heard_then.append([source, to])
+        if not self._is_right(source):
+            self._doubt([source, to])
 
     def _are_right(self, blocks: set[int]) -> None:
         self._blocks -= blocks
         self._failed -= blocks
+        self._are_ours(blocks)
+
+    def _are_ours(self, blocks: Iterable[int]) -> None:
         for block in self._sent.keys() & blocks:
             del self._sent[block]
 

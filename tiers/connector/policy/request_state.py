@@ -208,7 +208,7 @@ class RequestTable:
         it has none of other weights."""
         self._weights: str | None = None
         self._here = secrets.token_bytes(16)
-        self._named = RecentDict[str, str](MOST_NODES, math.inf, lambda: 0.0)
+        self._named = RecentDict[str, str](MOST_NODES, math.inf, now)
         """By what stands for another node, with an adapter: the first name of those weights."""
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
@@ -237,7 +237,7 @@ class RequestTable:
             return weights + self.generation.tag.hex() + mark.content.hex()
         return weights and ""
 
-    def entry_of_weights(self, request: Request) -> dict[str, str]:
+    def entry_of_weights(self, request: Request) -> dict[str, Any]:
         """What to tell another node, which takes KV of a request, of the weights that computed it.
         It stores what it computes behind that. An empty name, of weights that are not known yet,
         is none of its own; this node, with an adapter from one place, names them later."""

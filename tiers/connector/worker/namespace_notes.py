@@ -90,10 +90,8 @@ class NamespaceNotes:
         if is_of_late or not (last is None or last.done()):
             return
         if not self._begun and not self._spec.encryption:
-            logger.info(
-                "tier %r: rank %d has its blocks under the namespace %s",
-                *(log_name(self._spec), self._note.rank, namespace.hex()),
-            )
+            line = "tier %r: rank %d has its blocks under the namespace %s"
+            logger.info(line, log_name(self._spec), self._note.rank, namespace.hex())
         self._begun = {one: at for one, at in self._begun.items() if now < at + AGAIN_S}
         self._begun[namespace] = now
         with suppress(RuntimeError):  # no thread can be had, or the engine ends
