@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -79,7 +80,9 @@ from tiers.engine.vllm_watch import (
     copies_in_step,
     fill_scales,
     marks_of_requests,
+    require_worker,
     seen_adapters,
+    this_worker,
     waker,
     warn_of_hashes,
     worker_weights,
@@ -310,6 +313,7 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         self._hears_resets = chain is not None and chain.on_reset != "keep"
         events = EventsSpec() if chain is None else chain.events
         self._as_vllm = AsVllm(events, group_kinds(kv_cache_config))
+        self._pid = os.getpid()
         self._control: Control | None = None
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
@@ -397,6 +401,8 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         return self._counted(stats)
 
     def shutdown(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork that ends: sockets, journals and their locks are its parent's
         if self._control is not None:
             self._control.close()
         super().shutdown()
@@ -411,6 +417,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._worker = this_worker()
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
@@ -420,6 +427,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
             MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        require_worker(self._worker)
         fill_scales(self._vllm_config)
         super().register_kv_caches(kv_caches)
 

@@ -70,6 +70,19 @@ def this_worker() -> Any:
     return caller(WorkerBase)
 
 
+def require_worker(first: Any) -> None:
+    """Raise ValueError if another worker than the `first` registers its KV: vLLM has one connector
+    in a process, and hands it to each engine that starts there. It would copy the first one's KV.
+    """
+    if this_worker() not in (None, first):
+        raise ValueError(
+            "this process has another engine, or one whose start failed, and kvtiers copies its "
+            "KV: shut that one down before, or start this one in a process of its own; "
+            "vllm.distributed.kv_transfer.ensure_kv_transfer_shutdown() ends what a start that "
+            "failed has left"
+        )
+
+
 def before_resets(
     cache: Any,
     notify: Callable[[], object],

@@ -1,4 +1,5 @@
-"""That these tests can see wrong KV at all: what is wrong with a model's KV changes its answers."""
+"""That these tests can see wrong KV at all: what is wrong with a model's KV changes its answers.
+And what else one process has."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.vllm.tiny_vllm import GEMMA, LLAMA, MISTRAL, Run, documents
+from tests.engine.vllm.tiny_vllm import GEMMA, LLAMA, MISTRAL, Run, documents, hosted
 
 pytestmark = pytest.mark.vllm
 
@@ -46,3 +47,33 @@ def test_wrong_kv_changes_answers(
     assert len({tuple(answer) for (answer,) in right}) == 4, "what comes before the end matters"
     assert run.loaded() == {"disk": 4 * 18 * 32}
     assert [a == b for a, b in zip(wrong, right, strict=True)] == [False, False, False, True]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("is_hosted", [False, True])
+def test_a_second_engine_of_a_process_is_refused(
+    run_vllm: Callable[..., Run], is_hosted: bool
+) -> None:
+    """vLLM would hand it the first one's connector, which copies the first one's KV."""
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    chain = {"kv_transfer_config": hosted(cpu)} if is_hosted else {"tiers": [cpu]}
+    run = run_vllm(
+        PROMPTS * 2,
+        enable_prefix_caching=is_hosted,
+        told={4: [("start_another", {})]},
+        settled=True,
+        **chain,
+        **IN_PROCESS,
+    )
+    assert run.tokens[4:] == run.tokens[:4]
+    assert is_hosted or run.loaded() == {"cpu": 4 * 18 * 32}
+
+
+def test_a_fork_that_ends_leaves_the_engine_its_socket(run_vllm: Callable[..., Run]) -> None:
+    run = run_vllm(
+        PROMPTS[:1] * 2,
+        [{"type": "cpu", "capacity": "64MiB"}],
+        told={1: [("end_in_fork", {})]},
+        **IN_PROCESS,
+    )
+    assert run.status

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,42 @@ class Trained:
         worker: Any = self
         for name, weights in checkpoint(path).items():
             worker.model_runner.model.load_weights(weights=[(name, weights)])
+
+
+def end_in_fork(llm: Any) -> None:
+    """Let a fork of this process end an engine of it, as what Python runs when it exits does."""
+    if (process := os.fork()) == 0:
+        with suppress(BaseException):
+            core = llm.llm_engine.engine_core.engine_core
+            core.scheduler.connector.shutdown()
+        os._exit(0)
+    os.waitpid(process, 0)
+
+
+def start_another(llm: Any) -> bool:
+    """Start another engine in this process, with more blocks; False: it starts, and would be served
+    by the first one's connector."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    config = llm.llm_engine.vllm_config
+    engine = EngineArgs(
+        model=config.model_config.model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=config.cache_config.block_size,
+        max_model_len=config.model_config.max_model_len,
+        num_gpu_blocks_override=2 * config.cache_config.num_gpu_blocks,
+        enforce_eager=True,
+        kv_transfer_config=config.kv_transfer_config,
+    )
+    try:
+        LLMEngine.from_engine_args(engine)
+    except ValueError as error:
+        if "this process has another engine" in str(error):
+            return True
+        raise
+    return False
 
 
 class Async:
