@@ -22,6 +22,8 @@ REASONS = {
     "out": "its reads are paused, or it was not in the chain",
     "budget": "the request had waited for max_wait",
     "computing": "computing is faster",
+    "engine": "computing is faster than what the engine takes beside a load",
+    "max_wait": "its load would take longer than the request may wait (max_wait)",
     "short": "it has too little, or too little of what windows reach, to be of use",
     "above": "another tier serves these blocks",
     "elsewhere": "another connector of the engine serves, or the engine took nothing",
@@ -168,7 +170,7 @@ class Accounts:
         if choice is None:
             return "looking" if child in attempt.unanswered else "waiting"
         if child in choice.passed:
-            return "computing"
+            return choice.passed[child]
         if choice.tokens and not attempt.external:
             return "elsewhere"
         if child in attempt.foreign:
