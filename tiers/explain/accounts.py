@@ -21,6 +21,7 @@ REASONS = {
     "limit": "the request's own limits",
     "out": "its reads are paused, or it was not in the chain",
     "budget": "the request had waited for max_wait",
+    "room": "the engine had no room to load the request, or to load it again",
     "computing": "computing is faster",
     "engine": "computing is faster than what the engine takes beside a load",
     "max_wait": "its load would take longer than the request may wait (max_wait)",
@@ -156,8 +157,6 @@ class Accounts:
 
     def _why(self, child: int, attempt: Attempt, answer: TierAnswer | None) -> str:
         """Why a child loads nothing: a word of `REASONS`."""
-        if attempt.spent:
-            return "budget"
         if self._names[child] in attempt.limited:
             return "limit"
         if attempt.order is not None and child not in attempt.order:

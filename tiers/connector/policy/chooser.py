@@ -212,7 +212,8 @@ class Chooser:
         if choice.tokens:
             return
         for index in self._loaders.keys() & choice.passed.keys():
-            self._loaders[index].note(**{COUNTED[choice.passed[index]]: 1})
+            if counter := COUNTED.get(choice.passed[index]):
+                self._loaders[index].note(**{counter: 1})
 
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
