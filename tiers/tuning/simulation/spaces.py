@@ -99,6 +99,13 @@ class LruSpace:
         """Evict what is too old by now: nothing."""
 
 
+class AgedSpace(LruSpace):
+    """Keeps the blocks stored last, as an object tier does: no use renews them."""
+
+    def touch(self, path: Sequence[int]) -> None:
+        """Count nothing as used."""
+
+
 class TimedSpace(LruSpace):
     """Keeps a run for `ttl` seconds after its last use."""
 
