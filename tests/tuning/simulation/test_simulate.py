@@ -104,6 +104,24 @@ def test_an_object_tier_evicts_by_age(capacity: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("above", "asked", "hits"),
+    [
+        ((), [(0, 1), (40, 1), (80, 1), (120, 1), (160, 1), (161, 1)], 3),
+        ((tier("a", 1),), [(0, 1), (40, 1), (80, 1), (120, 1), (121, 2), (170, 1)], 1),
+    ],
+    ids=["loaded from it", "loaded from a tier above"],
+)
+def test_a_block_expires_a_ttl_after_it_was_stored_or_offered(
+    above: tuple[SimTier, ...], asked: Sequence[tuple[int, int]], hits: int
+) -> None:
+    """A load does not renew it, nor the offer of what was just loaded, which the chain knows to be
+    held; what another tier has loaded is offered, and so renewed. `asked`: minutes and blocks."""
+    requests = [TraceRequest(60e3 * minute, SIZE + 1, 0, [block]) for minute, block in asked]
+    chain = always((*above, SimTier("b", "b", False, 100 * SIZE, ttl=3600.0)))
+    assert blocks_of(simulate(requests, SIZE, chain, machine()))[-1] == hits
+
+
+@pytest.mark.parametrize(
     ("policy", "says"),
     [
         ({"eviction": "newest"}, "a: found eviction 'newest'; simulated are lru, arc"),
