@@ -122,6 +122,7 @@ def report_on(
         stretches=_stretches(served),
         room_wait=(end.room_wait - start.room_wait) / seconds,
         pause=max((later - one for one, later in pairwise(came)), default=0.0) / seconds,
+        free_answers=not machine.decode_seconds_per_token and any(p.answer > 1 for p in served),
         too_long=sum(-(-prompt.tokens // block_tokens) > room for prompt in served),
     )
 
