@@ -212,6 +212,7 @@ PANELS = (
             (rate("kvtiers_load_timeouts_total"), "{{tier}} loads"),
             (rate("kvtiers_recompute_preferred_total"), "{{tier}} computed, sooner"),
             (rate("kvtiers_recompute_preferred_engine_total"), "{{tier}} too short to load"),
+            (rate("kvtiers_recompute_late_total"), "{{tier}} longer than max_wait"),
         ),
         "A second.",
     ),

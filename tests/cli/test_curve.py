@@ -73,6 +73,8 @@ def test_a_chains_tiers_are_marked(kvtiers: Kvtiers, trace: Path, tmp_path: Path
     marked = [line for line in ran.out.splitlines() if "<-" in line]
     assert [line.split("<- ")[1] for line in marked] == ["cpu", "disk (2nd use)"]
     assert marked[0].split()[:2] == ["2MiB", "2"]
+    assert "only hits beyond the size of the engine's own cache come from tiers" in ran.out
+    assert "come from tiers" not in kvtiers("curve", trace).out, "no tier is marked"
     assert ran.err == "redis is not marked: its YAML has no maxmemory\n"
 
 

@@ -278,6 +278,7 @@ def test_a_selected_tier_says_what_its_row_lacks() -> None:
         "hits": 900.0,
         "recompute_preferred": 30.0,
         "recompute_preferred_engine": 4.0,
+        "recompute_late": 3.0,
         "lookup_timeouts": 1.0,
         "tier_failures": 2.0,
     }
@@ -289,7 +290,7 @@ def test_a_selected_tier_says_what_its_row_lacks() -> None:
         "since the start it loaded 50.0% of the prompts' tokens",
         "a load takes 1 ms, then 3G/s, as measured",
         "requests: 1,200 that looked it up, 900 that loaded, 30 that computed sooner, 4 too short "
-        "to load, 1 whose lookup was given up",
+        "to load, 3 that could not wait so long, 1 whose lookup was given up",
         "operations that failed: 2",
     ]
     cells = ("disk", "degraded", "25%", "25.0%", "1.5G/3G", "0", "0.1 2.5", "-", "2+1")

@@ -65,6 +65,15 @@ def test_a_trace_may_have_any_name(kvtiers: Kvtiers, given: Path) -> None:
     assert json.loads((given / "all.json").read_text())["trace"] == r"\udcff\nversion: 2.jsonl"
 
 
+def test_which_tiers_other_engines_use_is_said(kvtiers: Kvtiers, given: Path) -> None:
+    """A recording is of one engine: it had the whole room of what several share."""
+    server = "{type: redis, limit: 1GB, settings: {url: 'redis://cache.internal'}}"
+    link = "redis: {load_bandwidth: 1GB/s, store_bandwidth: 1GB/s, price_per_gb_month: 1}"
+    text = BUDGET.replace("machine:", f"  - {server}\nmachine:") + f"    {link}\n"
+    (given / "budget.yaml").write_text(text)
+    assert kvtiers(*arguments(given)).err.startswith("redis: taken to have the traffic of this")
+
+
 def test_what_is_found_is_written_whole(kvtiers: Kvtiers, given: Path) -> None:
     ran = kvtiers(*arguments(given, out="chain.yaml", json="all.json"))
     assert ran.status == 0

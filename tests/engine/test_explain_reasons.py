@@ -14,6 +14,7 @@ from tests.support.changing import change, running
 from tests.support.explaining import explained, last_told, tier_of
 from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tests.support.slow_store import SlowSpec, TroubledStore
+from tiers.connector.policy.chooser import COUNTED
 from tiers.connector.policy.request_params import RequestLimits
 from tiers.errors import TierUnavailable
 from tiers.explain.accounts import lines
@@ -181,9 +182,20 @@ def test_computing_is_faster(made: MakeEngine, tmp_path: Path) -> None:
         ask(one, [number % 2, *range(100)])
         reasons.append(why(one, "disk"))
     assert "computing" in reasons
-    counts = "recompute_preferred", "recompute_preferred_engine"
-    counted = sum(one.stats.data["disk"].get(name, 0) for name in counts)  # type: ignore[misc]
-    assert counted == reasons.count("computing")
+    for why_passed, counter in COUNTED.items():
+        assert one.stats.data["disk"].get(counter, 0) == reasons.count(why_passed)
+
+
+def test_it_would_come_after_max_wait(made: MakeEngine, tmp_path: Path) -> None:
+    """Computing is not compared, and the settings that would help are others."""
+    one = made(disk(tmp_path, load_rate="400kB/s"), load_when="always")
+    for number in range(6):
+        ask(one, [number % 2, *range(100)])
+    assert why(one, "disk") == "served" and one.connector is not None
+    one.connector._requests._max_wait = 0.01
+    ask(one, [0, *range(100)])
+    assert why(one, "disk") == "max_wait"
+    assert one.stats.data["disk"]["recompute_late"] == 1
 
 
 def test_time_is_over(made: MakeEngine, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.assembly import scheduler_parts
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
+from tiers.loading import comparison
 from tiers.loading.comparison import (
     BLIND,
     FIRST_PATIENCE,
@@ -255,13 +256,13 @@ def test_a_longer_prefix_from_a_slower_tier_can_be_sooner() -> None:
     made.meters[1].began(-1, 10_000)
     found = made.choose(has=[512, 1024])
     assert found.plan is not None and found.plan.pieces == [(0, 32)]
-    assert found.passed == (1,)
+    assert found.passed == {1: comparison.SLOWER}
 
 
 def test_loading_must_be_quicker_by_a_margin() -> None:
     made = world((0.0, 1030.0))
     made.run_many(4)
-    assert made.choose().passed == (0,)
+    assert made.choose().passed == {0: comparison.SLOWER}
 
 
 def test_what_is_queued_counts() -> None:
@@ -489,8 +490,12 @@ def test_what_cannot_come_in_time_is_not_begun(always: bool) -> None:
     assert made.choose(left=10.0).plan is not None
     made.meters[0].began(-1, 250_000)
     found = made.choose(left=10.0)
-    assert found.plan is None and found.passed == (0,)
+    assert found.plan is None and found.passed == {0: comparison.LATE}
     assert made.choose(left=14.0).plan is not None
+    made.prefill = 100.0  # seconds less than the load takes
+    made.comparison.prefill = PrefillRate(made.clock)
+    made.comparison.prefill.measured(1024, 10.24)
+    assert made.choose(left=10.0).passed == {0: comparison.LATE if always else comparison.SLOWER}
 
 
 def test_always_loads_what_is_computed_sooner_and_all_of_it_from_the_first() -> None:

@@ -133,6 +133,11 @@ def test_a_report_tells_where_prompts_wait_for_room(blocks: int) -> None:
         assert report.load < 0.65
         if blocks > 600:
             assert not report.warnings and not report.room_wait
+            free = on.model_copy(update={"decode_seconds_per_token": 0.0})
+            (warning,) = serve(requests, SIZE, chain(disk(4000)), free, warm=0.25).warnings
+            assert warning.startswith("answers are taken to need no time")
+            alone = [one._replace(output_length=1) for one in requests]
+            assert not serve(alone, SIZE, chain(disk(4000)), free, warm=0.25).warnings, "no answers"
             continue
         assert report.room_wait > TRUSTED_ROOM_WAIT
         (warning,) = report.warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -19,6 +19,7 @@ import typer
 from tiers.errors import KVTiersError
 
 if TYPE_CHECKING:
+    from spec.offloading import OffloadingSpec
     from tiers.control.ask_engines import EngineAnswer
     from tiers.traces.trace import Trace, TraceRequest, TraceSummary
     from tiers.tuning.machine import Machine
@@ -265,6 +266,19 @@ def say_skipped(summary: TraceSummary, is_searched: bool = False) -> None:
         typer.echo(f"  {note}", err=True)
     if is_searched and TOGETHER in summary.skipped:
         raise typer.Exit(2)
+
+
+def say_shared(tiers: Iterable[OffloadingSpec]) -> None:
+    """Print which tiers engines of other hosts may use, too: a trace is of one engine."""
+    from spec.offloading import StoreSpec
+
+    stores = (tier for tier in tiers if isinstance(tier, StoreSpec))
+    if names := [tier.tier_name for tier in stores if tier.host_local is False]:
+        typer.echo(
+            f"{', '.join(names)}: taken to have the traffic of this trace alone; where other "
+            "engines use the same place, they take a part of its room and link",
+            err=True,
+        )
 
 
 def say_other_model(trace: Trace, machine: Machine) -> None:

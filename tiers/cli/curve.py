@@ -35,7 +35,8 @@ def curve(
 ) -> None:
     """Measure which part of a trace's blocks a cache would have served, for every size.
 
-    Exact for LRU. All tiers of a chain together serve what the largest would; --chain marks them.
+    Exact for LRU. The engine's own cache and all tiers together serve what the largest of them
+    would; --chain marks the tiers.
 
     \b
     kvtiers curve traffic.jsonl --chain chain.yaml
@@ -77,8 +78,10 @@ def _measured(trace: Trace, chain_file: Path | None, token_bytes: int | None) ->
 def _facts(trace: Trace, report: CurveReport) -> str:
     header, curves = trace.header, report.curves
     token = "" if report.token_bytes is None else f", {report.token_bytes:,} KV bytes a token"
+    own = "only hits beyond the size of the engine's own cache come from tiers\n"
     return (
         f"{header.format} trace, blocks of {header.block_tokens} tokens{token}\n"
         f"{curves.all.requests:,} requests, {curves.all.tokens:,} prompt tokens, "
         f"{curves.all.references:,} full blocks, {curves.distinct:,} different ones\n"
+        f"{own if report.marks else ''}"
     )

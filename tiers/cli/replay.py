@@ -18,6 +18,7 @@ from tiers.cli.arguments import (
     check_places,
     refused,
     say_other_model,
+    say_shared,
     say_skipped,
     with_bar,
     write_result,
@@ -92,6 +93,7 @@ def replay(
         raise refused(error) from None
     say_skipped(opened.summary)
     say_other_model(opened, machine)
+    say_shared(chain.tiers)
     if chain.tenants:
         typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
     if chain.ghosts:

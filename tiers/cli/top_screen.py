@@ -310,6 +310,7 @@ def tier_lines(tier: TierStatus) -> Iterator[str]:
         "that loaded": "hits",
         "that computed sooner": "recompute_preferred",
         "too short to load": "recompute_preferred_engine",
+        "that could not wait so long": "recompute_late",
         "whose lookup was given up": "lookup_timeouts",
     }
     sums = {what: tier.sums.get(name, 0.0) for what, name in counts.items()}

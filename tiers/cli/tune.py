@@ -18,6 +18,7 @@ from tiers.cli.arguments import (
     check_places,
     refused,
     say_other_model,
+    say_shared,
     say_skipped,
     write_result,
     write_whole,
@@ -129,6 +130,7 @@ def searched(
     """Search, and show how far it is by a bar's `update`. Forks."""
     from tiers.tuning.search.tune import tune as run
 
+    say_shared([medium.tier() for medium in budget.media])
     began = time.monotonic()
 
     def show(trials: Trials) -> None:

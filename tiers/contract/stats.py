@@ -22,6 +22,8 @@ COUNTERS = {
     "slower.",
     "recompute_preferred_engine": "Requests that computed what the tier held, because the engine "
     "takes more beside a load (load_engine_seconds) than the tier would save.",
+    "recompute_late": "Requests that computed what the tier held, because a load could not end "
+    "within max_wait.",
     "loaded_blocks": "Blocks loaded and verified; of several ranks each one's part.",
     "loaded_bytes": "Bytes loaded.",
     "warmed_blocks": "Blocks loaded into host memory when the engine had started (warm).",

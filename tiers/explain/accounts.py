@@ -21,7 +21,10 @@ REASONS = {
     "limit": "the request's own limits",
     "out": "its reads are paused, or it was not in the chain",
     "budget": "the request had waited for max_wait",
+    "room": "the engine had no room to load the request, or to load it again",
     "computing": "computing is faster",
+    "engine": "computing is faster than what the engine takes beside a load",
+    "max_wait": "its load would take longer than the request may wait (max_wait)",
     "short": "it has too little, or too little of what windows reach, to be of use",
     "above": "another tier serves these blocks",
     "elsewhere": "another connector of the engine serves, or the engine took nothing",
@@ -154,8 +157,6 @@ class Accounts:
 
     def _why(self, child: int, attempt: Attempt, answer: TierAnswer | None) -> str:
         """Why a child loads nothing: a word of `REASONS`."""
-        if attempt.spent:
-            return "budget"
         if self._names[child] in attempt.limited:
             return "limit"
         if attempt.order is not None and child not in attempt.order:
@@ -168,7 +169,7 @@ class Accounts:
         if choice is None:
             return "looking" if child in attempt.unanswered else "waiting"
         if child in choice.passed:
-            return "computing"
+            return choice.passed[child]
         if choice.tokens and not attempt.external:
             return "elsewhere"
         if child in attempt.foreign:

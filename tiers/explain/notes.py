@@ -74,7 +74,7 @@ class Decision(Protocol):
     @property
     def tokens(self) -> int | None: ...
     @property
-    def passed(self) -> tuple[int, ...]: ...
+    def passed(self) -> Mapping[int, str]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,6 @@ class Attempt:
     cached: int = 0
     external: int = 0
     preempted: int = 0
-    spent: bool = False
     limited: Container[str] = ()
     order: Container[int] | None = None
     choice: Decision | None = None
@@ -134,11 +133,6 @@ class Attempt:
         request's own limits let no block come. `order`: those that load for any request."""
         self.limited, self.order = limited, order
         self.unanswered.clear()
-        self._raw.clear()
-
-    def gives_up(self) -> None:
-        """No tier is asked: the request may wait no more."""
-        self.spent = True
         self._raw.clear()
 
     def reported(self, child: int, tokens: int | None) -> None:
@@ -220,7 +214,7 @@ def _note_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 class _Unnoted(Attempt):
     __slots__ = ()
-    begin = asks_tiers = gives_up = reported = joins = begins = _note_nothing
+    begin = asks_tiers = reported = joins = begins = _note_nothing
     part_ended = part_usable = runs = _note_nothing
 
     def watch(self, child: int, coverage: Coverage) -> Coverage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tiers.loading.load_cost import LEAST_TOKENS, LoadCost, Outliers
@@ -24,6 +25,9 @@ BLIND = 8
 prefix until it is, where they leave it nothing to be measured by."""
 ENGINE = -1
 """Stands for the engine among the places of tiers, where it is probed."""
+SLOWER, BESIDE, LATE = "computing", "engine", "max_wait"
+"""Why a tier is passed: computing is sooner, for the load or for what the engine takes beside it;
+or the load takes longer than the request may wait."""
 
 P = TypeVar("P", bound="Plan")
 
@@ -65,17 +69,15 @@ class Verdict(NamedTuple, Generic[P]):
     """The plan to follow; None: nothing is loaded.
 
     `load`: seconds that its loads take. `saved`: seconds, beside computing all. `passed`: tiers
-    that have tokens which are computed, since that is sooner; `slowed`: those of them that are
-    later only by what the engine takes beside a load. `probed`: the tier that loads only to be
-    measured, or `ENGINE`, which computes so. `seconds`: until the end of the prompt. `within`:
-    seconds after which the load is ended.
+    that have tokens which are computed, and why: `SLOWER`, `BESIDE` or `LATE`. `probed`: the tier
+    that loads only to be measured, or `ENGINE`, which computes so. `seconds`: until the end of the
+    prompt. `within`: seconds after which the load is ended.
     """
 
     plan: P | None
     load: float = 0.0
     saved: float = 0.0
-    passed: tuple[int, ...] = ()
-    slowed: Collection[int] = ()
+    passed: Mapping[int, str] = MappingProxyType({})
     probed: int | None = None
     seconds: float = 0.0
     within: float = math.inf
@@ -150,7 +152,7 @@ class Comparison:
         each = self._each(whole)
         best, cut = self._best(propose, wish, (each or 0.0) * min(CROWD, 1 + wish.others))
         tokens, parts = (0, {}) if best.plan is None else (best.plan.tokens, best.plan.parts)
-        passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
+        passed = {t: why for t, (n, why) in cut.items() if n > tokens and t not in parts}
         computing = (whole - tokens) * (each or self.prefill.seconds_per_token or 0.0)
         found = best._replace(passed=passed, seconds=best.load + computing)
         # Without a plan, and none that was cut off, no tier holds anything to probe it with.
@@ -199,13 +201,12 @@ class Comparison:
 
     def _best(
         self, propose: Propose[P], wish: Wish, token_worth: float
-    ) -> tuple[Verdict[P], dict[int, int]]:
+    ) -> tuple[Verdict[P], dict[int, tuple[int, str]]]:
         """The plan that saves most, and the tiers that were cut off on the way to the last one,
-        with the tokens of the plan that each was cut off. `token_worth`: seconds that computing a
-        token counts; 0: nothing is compared with it."""
+        with the tokens of the plan that each was cut off, and why. `token_worth`: seconds that
+        computing a token counts; 0: nothing is compared with it."""
         best: Verdict[P] = Verdict(None)
-        cut: dict[int, int] = {}
-        slowed: set[int] = set()
+        cut: dict[int, tuple[int, str]] = {}
 
         def is_sooner(seconds: float, worth: float) -> bool:
             return not token_worth or seconds * (1 + MARGIN) < worth
@@ -215,20 +216,21 @@ class Comparison:
                 if best.plan is None or plan.tokens > best.plan.tokens:
                     best = Verdict(plan, 0.0, plan.tokens * token_worth)
                 break
-            planned = plan.tokens
             worth = plan.tokens * token_worth
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
             load, beside = ends[last], max(self.meters[tier].engine_seconds for tier in ends)
-            pays = load <= wish.left and is_sooner(load, worth)
-            if pays and not is_sooner(load + beside, worth):
-                slowed.add(last)
+            why, pays = SLOWER, is_sooner(load, worth)
+            if pays and load > wish.left:
+                why = LATE
+            elif pays and not is_sooner(load + beside, worth):
+                why = BESIDE
             elif pays and (best.plan is None or worth - load > best.saved):
                 best = Verdict(plan, load, worth - load)
                 if not token_worth or load <= ENOUGH * worth:
                     break
-            cut[last] = planned
-        return best._replace(slowed=slowed), cut
+            cut[last] = plan.tokens, why
+        return best, cut
 
     # -- probes ------------------------------------------------------------------------------
 
@@ -246,7 +248,7 @@ class Comparison:
             seconds = meter.seconds(probe.tokens)
             if self._probes.is_due(tier, max(seconds - found.load, seconds / 10)):
                 plan = probe if found.plan is None else found.plan.behind(probe)
-                left = tuple(passed for passed in found.passed if passed != tier)
+                left = {i: why for i, why in found.passed.items() if i != tier}
                 load = max(found.load, seconds)
                 return found._replace(plan=plan, load=load, probed=tier, passed=left)
         return found

@@ -124,8 +124,8 @@ class RedisSpec(StoreSpec):
     )
     ttl: Duration | None = Field(
         default=None,
-        description="Keep a block this long after it was last stored. Unset: until the server "
-        "evicts it.",
+        description="Keep a block this long after it was last stored or offered; a "
+        "load does not renew it. Unset: until the server evicts it.",
     )
     maxmemory: ByteSize | None = Field(
         default=None,

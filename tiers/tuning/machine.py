@@ -25,7 +25,8 @@ KNOWN = "known"
 """The key, in a validation's context, of the values that a machine or a budget may leave out."""
 EXAMPLE = (
     "write kv_bytes_per_token, engine_cache and prefill_rate: kvtiers curve prints the first of a "
-    "recording, vLLM's line KV cache size the tokens of the second, kvtiers status the third"
+    "recording, vLLM's line KV cache size the tokens of the second, kvtiers status the third; and "
+    "decode_seconds_per_token, the mean of vLLM's metric inter_token_latency_seconds"
 )
 
 

@@ -25,13 +25,14 @@ MONTH = YEAR / 12
 
 
 class Served(NamedTuple):
-    """A prompt that was served: seconds from its arrival to its end, its tokens, and those of them
-    that the engine's own cache had, and that tiers loaded."""
+    """A prompt that was served: seconds from its arrival to its end, its tokens, those of them
+    that the engine's own cache had, and that tiers loaded, and the tokens of its answer."""
 
     wait: float
     tokens: int
     own: int
     loaded: int
+    answer: int
 
 
 class RoomWait:
@@ -148,6 +149,8 @@ class Report:
     """Share of the time in the longest stretch of it in which no request came."""
     too_long: int = 0
     """Counted prompts that the engine's own cache can't hold, so that no engine serves them."""
+    free_answers: bool = False
+    """Answers were taken to need no time, and so no room beside the prompts."""
 
     @property
     def hit_tokens(self) -> Mapping[str, int]:
@@ -188,6 +191,11 @@ class Report:
                 f"no request came for {self.pause:.0%} of the time at a stretch: what is busy, and "
                 "what is written a day, are means over it. Unless the engine was idle then, name "
                 "only files from before or after it"
+            )
+        if self.free_answers:
+            found.append(
+                "answers are taken to need no time, and so hold no memory: waiting times are too "
+                "short where that is scarce. Write the machine's decode_seconds_per_token"
             )
         found += [
             f"{tier.name} is written to death in {tier.life_years * 365.25:.0f} days: give "

@@ -18,7 +18,7 @@ from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import LookupTimes
-from tiers.loading.comparison import Comparison
+from tiers.loading.comparison import SLOWER, Comparison
 from tiers.loading.load_cost import LoadCost
 
 BLOCK = 16
@@ -174,18 +174,25 @@ def test_a_tier_that_is_slower_than_computing_is_left_out(load: str) -> None:
     assert chain.children[1].noted == {}, "something is loaded"
     alone = Chain(ours(TOKENS, SLOW), load=load)
     choice = alone.choose()
-    assert (choice.tokens, choice.passed) == (0, (0,))
+    assert (choice.tokens, choice.passed) == (0, {0: SLOWER})
     alone.chooser.decided(alone.state, choice)
     assert alone.children[0].noted == {"recompute_preferred": 1}
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)
-def test_metrics_tell_whether_the_tier_or_the_engine_makes_a_load_too_slow(load: str) -> None:
+def test_metrics_tell_whether_tier_engine_or_max_wait_makes_a_load_too_slow(load: str) -> None:
     """Computing 64 tokens takes 64 ms. The engine takes 100 ms beside a load: that alone is too
     much for so few, whatever the tier takes, and not for all."""
     slower, engine = {"recompute_preferred": 1}, {"recompute_preferred_engine": 1}
-    for tokens, rate, why in ((64, FAST, engine), (64, SLOW, slower), (TOKENS, FAST, {})):
-        chain = Chain(ours(tokens, rate, engine=0.1), load=load)
+    late, ever = {"recompute_late": 1}, math.inf
+    for tokens, rate, waits, why in (
+        (64, FAST, ever, engine),
+        (64, SLOW, ever, slower),
+        (TOKENS, FAST, ever, {}),
+        (TOKENS, FAST, 0.005, late),
+        (TOKENS, SLOW, 0.005, slower),
+    ):
+        chain = Chain(ours(tokens, rate, engine=0.1), load=load, max_wait=waits)
         assert chain.children[0].load_cost.gauges()["load_engine_seconds"] == pytest.approx(0.1)
         chain.chooser.decided(chain.state, chain.choose())
         assert chain.children[0].noted == why

@@ -388,9 +388,10 @@ def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room(
     """vLLM 0.32 asks such a request before those whose loads are of use, and reserves room for it
     twice where it would be loaded again: neither it nor those may ever be begun. Where there is no
     room to compute it, they are asked where it waits. A tier that looks yet is waited for."""
-    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves = Halves(cpu_blocks=2 * BLOCKS, explain={})
     halves.store(1, BLOCKS)
     waiting = Prompt(1, BLOCKS)
+    halves.chain.on_new_request(waiting)
     found, shares = halves.ask(waiting)
     assert found == BLOCKS and [*shares] == [0]
     halves.chain.update_state_after_alloc(waiting, waiting, BLOCKS * TOKENS)
@@ -403,10 +404,14 @@ def test_a_request_that_was_loaded_in_vain_holds_up_no_engine_without_room(
         busy.setattr(pace, "take", lambda blocks: 0)
         assert halves.chain.get_num_new_matched_tokens(waiting, 0)[0] is None, "a tier looks yet"
     assert halves.ask(waiting) == (BLOCKS, {1: [range(BLOCKS)]}), "the other tier has it"
-    answers = [halves.chain.get_num_new_matched_tokens(waiting, 0)[0] for _ in range(5)]
+    answers = [halves.chain.get_num_new_matched_tokens(waiting, 0)[0] for _ in range(7)]
     found = BLOCKS * TOKENS
-    assert answers == [0, None, found, 0, None], "there was no room for that, nor to compute it"
+    assert answers[:5] == [0, None, found, 0, None], "there was no room for that, nor to compute it"
     halves.chain.update_state_after_alloc(waiting, waiting, 0)
+    (notes,) = halves.chain.explainer.all()
+    told = halves.chain.explainer.accounts.of(notes)["attempts"][-1]["tiers"]
+    assert [tier["why"] for tier in told] == ["failed_before", "room"]
+    assert (told[1]["held_blocks"], told[1]["asked_blocks"]) == (BLOCKS, BLOCKS)
 
 
 def test_a_request_is_computed_where_the_engine_has_room_for_that_alone_and_stands_still(

@@ -42,6 +42,19 @@ def lru_hits(requests: Sequence[TraceRequest], size: int) -> int:
     return hits
 
 
+def aged_hits(requests: Sequence[TraceRequest], size: int) -> int:
+    """Leading blocks that a tier has which evicts what was stored first."""
+    held: dict[int, None] = {}
+    hits = 0
+    for request in requests:
+        found = [block in held for block in request.blocks]
+        hits += [*found, False].index(False)
+        held |= {block: None for block in request.blocks if block not in held}
+        for block in [*held][: max(0, len(held) - size)]:
+            del held[block]
+    return hits
+
+
 def machine(**more: Any) -> Machine:
     """Everything takes no time, but what is said; the engine has no cache of its own."""
     tiers = {name: TierProfile(load_bandwidth=FAST, store_bandwidth=FAST) for name in "abc"}
@@ -79,6 +92,33 @@ def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
     report = simulate(workload, SIZE, always((tier("a", capacity),)), machine())
     assert blocks_of(report) == [lru_hits(requests, capacity)]
     assert report.computed_tokens == report.prompt_tokens - report.tier_hit_tokens
+
+
+@pytest.mark.parametrize("capacity", [7, 30, 100, 400, 5000])
+def test_an_object_tier_evicts_by_age(capacity: int) -> None:
+    """What is in use, too, so that a prefix of all prompts goes once in each turn."""
+    requests = chats(1, 400, 1000.0)
+    bucket = SimTier("a", "object", False, capacity * SIZE)
+    report = simulate(by_blocks(requests), SIZE, always((bucket,)), machine())
+    assert blocks_of(report) == [aged_hits(requests, capacity)]
+
+
+@pytest.mark.parametrize(
+    ("above", "asked", "hits"),
+    [
+        ((), [(0, 1), (40, 1), (80, 1), (120, 1), (160, 1), (161, 1)], 3),
+        ((tier("a", 1),), [(0, 1), (40, 1), (80, 1), (120, 1), (121, 2), (170, 1)], 1),
+    ],
+    ids=["loaded from it", "loaded from a tier above"],
+)
+def test_a_block_expires_a_ttl_after_it_was_stored_or_offered(
+    above: tuple[SimTier, ...], asked: Sequence[tuple[int, int]], hits: int
+) -> None:
+    """A load does not renew it, nor the offer of what was just loaded, which the chain knows to be
+    held; what another tier has loaded is offered, and so renewed. `asked`: minutes and blocks."""
+    requests = [TraceRequest(60e3 * minute, SIZE + 1, 0, [block]) for minute, block in asked]
+    chain = always((*above, SimTier("b", "b", False, 100 * SIZE, ttl=3600.0)))
+    assert blocks_of(simulate(requests, SIZE, chain, machine()))[-1] == hits
 
 
 @pytest.mark.parametrize(

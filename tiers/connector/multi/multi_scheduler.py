@@ -186,10 +186,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             # room for that either, it asks nobody behind this request, who up to 0.30 may be those
             # that have loaded and hold the room: it is passed by then. Else one that waits is
             # passed by once, and is asked about anew.
-            choice = NO_LOAD if request_state.choice.tokens and not is_held else PENDING
+            choice = PENDING
+            if request_state.choice.tokens and not is_held:
+                choice = NO_LOAD._replace(passed=dict.fromkeys(self._loaders, "room"))
         elif request_state.wait_budget.left() <= 0:
-            choice = NO_LOAD
-            notes.gives_up()
+            choice = NO_LOAD._replace(passed=dict.fromkeys(range(len(self.children)), "budget"))
         elif (
             request_state.lacks_room
             and self._room.is_short

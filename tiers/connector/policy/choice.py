@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress, count, groupby, pairwise
 from operator import itemgetter, ne
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, leading, usable, waves
@@ -25,8 +26,8 @@ class Choice(NamedTuple):
     `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
     do, each its `shares` or its piece. `pieces`: of a prefix that connectors load one behind the
     other, each with its tokens, in whole blocks but for the last. `probed`: the child that loads
-    only to be measured. `passed`: children skipped because computing, or loading from others, is
-    faster; `slowed`: those of them that are slower only by what the engine takes beside a load.
+    only to be measured. `passed`: children that have tokens and are skipped, each with why, a word
+    of `explain.accounts.REASONS`.
     `seconds`: until the end of the prompt, where that is estimated. `within`: seconds after which
     the load is ended. `computed`: tokens that precede those of the choice.
     """
@@ -36,8 +37,7 @@ class Choice(NamedTuple):
     is_async: bool
     shares: Shares | None = None
     probed: int | None = None
-    passed: tuple[int, ...] = ()
-    slowed: Collection[int] = ()
+    passed: Mapping[int, str] = MappingProxyType({})
     seconds: float = 0.0
     within: float = math.inf
     computed: int = 0

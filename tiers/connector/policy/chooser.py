@@ -23,8 +23,15 @@ from tiers.connector.policy.choice import (
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt, Explained
-from tiers.loading.comparison import Comparison, Wish
+from tiers.loading.comparison import BESIDE, LATE, SLOWER, Comparison, Wish
 from tiers.loading.shares import LinkCost
+
+COUNTED = {
+    SLOWER: "recompute_preferred",
+    BESIDE: "recompute_preferred_engine",
+    LATE: "recompute_late",
+}
+"""What counts requests that load nothing, by why a tier was passed."""
 
 
 class _Question(NamedTuple):
@@ -204,9 +211,9 @@ class Chooser:
         self._comparison.decided(used, choice.probed, choice.seconds)
         if choice.tokens:
             return
-        for index in self._loaders.keys() & set(choice.passed):
-            why = "recompute_preferred" + "_engine" * (index in choice.slowed)
-            self._loaders[index].note(**{why: 1})
+        for index in self._loaders.keys() & choice.passed.keys():
+            if counter := COUNTED.get(choice.passed[index]):
+                self._loaders[index].note(**{counter: 1})
 
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
@@ -240,7 +247,6 @@ class Chooser:
         choice = NO_LOAD if verdict.plan is None else verdict.plan.choice
         return choice._replace(
             passed=verdict.passed,
-            slowed=verdict.slowed,
             probed=verdict.probed,
             seconds=verdict.seconds,
             within=verdict.within,

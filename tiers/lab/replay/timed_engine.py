@@ -220,8 +220,8 @@ class TimedEngine(ReplayEngine):
                 if request.counts:
                     self._hit_tokens.update(request.loaded_by)
                     own, loaded = request.local_tokens, sum(request.loaded_by.values())
-                    waited = ends - request.arrival
-                    self.served.append(Served(waited, request.num_tokens, own, loaded))
+                    found = request.num_tokens, own, loaded, request.max_tokens
+                    self.served.append(Served(ends - request.arrival, *found))
         return True
 
     def _end_answers(self, now: float) -> bool:

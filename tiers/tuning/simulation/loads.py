@@ -224,7 +224,7 @@ class Loads:
         path = prompt.path[prompt.path.index(prompt.place[0]) :]
         end, arrived = now, {}
         for place, tokens in parts.items():
-            tiers[place].space.touch(path)
+            tiers[place].space.load(path)
             count = tokens // self._size
             ends, arrived[place] = tiers[place].load(count, now, late)
             end = max(end, ends)

@@ -351,7 +351,8 @@ class SimEngine:
                 continue
             if prompt.number >= self.warm:
                 waited = now - prompt.arrival
-                self.served.append(Served(waited, prompt.tokens, prompt.own, prompt.loaded))
+                found = prompt.tokens, prompt.own, prompt.loaded, prompt.answer
+                self.served.append(Served(waited, *found))
             answering = prompt.answer * self.machine.decode_seconds_per_token
             if answering:
                 prompt.is_answering = True

@@ -15,7 +15,7 @@ from tiers.tuning.report import DAY, Mark, Report, Served, Stretch, TierCounts, 
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.sim_engine import SimEngine
 from tiers.tuning.simulation.simulated_tier import SimulatedTier
-from tiers.tuning.simulation.spaces import SPACES, LruSpace, TimedSpace
+from tiers.tuning.simulation.spaces import SPACES, AgedSpace, LruSpace, TimedSpace
 from tiers.tuning.simulation.workload import Workload
 
 STRETCHES = 16
@@ -76,6 +76,8 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
         )
     if tier.ttl is not None:
         return TimedSpace(blocks, runs, tier.ttl)
+    if tier.type == "object":
+        return AgedSpace(blocks, runs)
     if tier.eviction not in SPACES:
         known = ", ".join(SPACES)
         raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])
@@ -120,6 +122,7 @@ def report_on(
         stretches=_stretches(served),
         room_wait=(end.room_wait - start.room_wait) / seconds,
         pause=max((later - one for one, later in pairwise(came)), default=0.0) / seconds,
+        free_answers=not machine.decode_seconds_per_token and any(p.answer > 1 for p in served),
         too_long=sum(-(-prompt.tokens // block_tokens) > room for prompt in served),
     )
 

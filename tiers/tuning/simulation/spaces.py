@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from tiers.host.arc_queues import AGAIN, ONCE, Arc
 
+RECENT_SECONDS = 60.0
+"""For so long a chain takes a store to hold what it has met there; see its `StoreManager`."""
 Part = tuple[int, int]
 """Blocks of one run: the run, and a mask with a bit for each of its blocks, the first lowest."""
 Job = tuple[list[Part], int, Sequence[int]]
@@ -43,6 +45,10 @@ class LruSpace:
         for run in path[::-1]:
             if held[run]:
                 move(run)
+
+    def load(self, path: Sequence[int]) -> None:
+        """Some of these runs are loaded from here."""
+        self.touch(path)
 
     def claim(self, blocks: int) -> None:
         """Make room for blocks that are about to come."""
@@ -99,28 +105,53 @@ class LruSpace:
         """Evict what is too old by now: nothing."""
 
 
+class AgedSpace(LruSpace):
+    """Keeps the blocks stored last, as an object tier does: no use renews them."""
+
+    def touch(self, path: Sequence[int]) -> None:
+        """Count nothing as used."""
+
+
 class TimedSpace(LruSpace):
-    """Keeps a run for `ttl` seconds after its last use."""
+    """Keeps a run for `ttl` seconds after it was stored, or offered by who had not just met it: a
+    chain offers nothing to a store that it has loaded from there within a minute."""
 
     def __init__(self, capacity: float, runs: int, ttl: float) -> None:
         super().__init__(capacity, runs)
         self._ttl = ttl
         self._now = 0.0
-        self._since = [0.0] * runs
+        self._met = [-math.inf] * runs
+        self._since: OrderedDict[int, float] = OrderedDict()
+        """When each run was renewed, the first one first."""
+
+    def load(self, path: Sequence[int]) -> None:
+        super().touch(path)
+        for run in path:
+            self._met[run] = self._now
 
     def touch(self, path: Sequence[int]) -> None:
         super().touch(path)
-        for run in path:
-            self._since[run] = self._now
+        self._renew([run for run in path if self._now - self._met[run] > RECENT_SECONDS])
+
+    def store(self, job: Job) -> None:
+        super().store(job)
+        self._renew([run for run, _ in job[0]])
+
+    def _renew(self, runs: Sequence[int]) -> None:
+        for run in runs:
+            self._met[run] = self._since[run] = self._now
+            self._since.move_to_end(run)
 
     def pass_time(self, now: float) -> None:
         self._now = now
-        held, order, since, oldest = self.held, self._order, self._since, now - self._ttl
-        while order and since[run := next(iter(order))] < oldest:
-            self.used -= held[run].bit_count()
-            self.known[run] ^= held[run]
-            held[run] = 0
-            del order[run]
+        held, since, oldest = self.held, self._since, now - self._ttl
+        while since and since[run := next(iter(since))] < oldest:
+            del since[run]
+            if held[run]:  # else it was evicted before
+                self.used -= held[run].bit_count()
+                self.known[run] ^= held[run]
+                held[run] = 0
+                del self._order[run]
 
 
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
