@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.tier_manager import TierManager
@@ -139,11 +139,11 @@ class HostManager(TierManager):
         for key in keys:
             self.discard(key)
 
-    def reset(self) -> Iterable[bytes]:
+    def reset(self) -> None:
         """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()
         self.unpin([*self._pinned])
-        return self._residency.outdate()
+        self._residency.outdate()
 
     # -- another size ------------------------------------------------------------------------
 

@@ -513,7 +513,7 @@ class OffloadingScheduler(SchedulerConnector):
         """Begin the next generation, whatever `on_reset` is."""
         self._stores.drop_last_offers()
         self._hints.forget()
-        self._tier.kv_events.lost(self.manager.reset())
+        self.manager.reset()
         self.manager.clear(self._requests.generation.renew())
 
     def request_finished_all_groups(

@@ -370,12 +370,11 @@ class StoreManager(TierManager):
             self.discard(key)
         self._clearing.drop(keys, generation)
 
-    def reset(self) -> list[bytes]:
+    def reset(self) -> None:
         self._changes.forget()
         self._uses.clear()
         self._recent.clear()
         self._unfound.reset()
-        return []
 
     def clear(self, generation: bytes) -> None:
         self._clearing.clear(generation)

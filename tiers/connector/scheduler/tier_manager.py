@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
@@ -110,12 +110,9 @@ class TierManager:
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Remove this engine's blocks of a generation from the tier, when there is time."""
 
-    def reset(self) -> Iterable[bytes]:
-        """Forget all blocks known or kept in this process; the keys of those kept, read at once.
-
-        The caller makes other keys and other `Lookup`s from now on.
-        """
-        return []
+    def reset(self) -> None:
+        """Forget all blocks known or kept in this process. The caller makes other keys and other
+        `Lookup`s from now on."""
 
     def clear(self, generation: bytes) -> None:
         """Remove this engine's blocks of a generation that is over, when there is time."""
