@@ -37,9 +37,9 @@ class SchedulerParts(NamedTuple):
     """The parameters of a `MultiScheduler`."""
 
     children: Sequence[OffloadingScheduler]
+    settings: MultiSettings
     names: Sequence[str]
     chain: str
-    settings: MultiSettings
 
 
 WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, ChangeParts]
@@ -47,9 +47,13 @@ WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, Chang
 
 
 def scheduler_parts(
-    chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
+    chain: ChainSpec,
+    engine: EngineInfo,
+    now: Callable[[], float] = time.monotonic,
+    wake: Callable[[], None] = lambda: None,
 ) -> SchedulerParts:
-    """Make the tiers of a chain as the scheduler has them, and the settings of their policy."""
+    """Make the tiers of a chain as the scheduler has them, and the settings of their policy.
+    `wake`: see `MultiSettings`."""
     engine = _salted(engine, chain)
     # One for all tiers: each would else gather a block for itself, after a reset.
     keeps = chain.on_reset == "keep"
@@ -71,15 +75,16 @@ def scheduler_parts(
         observers.append(explainer)
     live = LiveChain(chain, requests, opener, now, names, observers)
     settings = MultiSettings(
-        requests=requests,
+        requests,
         now=now,
         observers=observers,
         explainer=explainer,
         rebuilder=live,
+        wake=wake,
     )
     tiers = [live.make(tier, chain) for tier in chain.tiers]
     _warm(chain, tiers)
-    return SchedulerParts(tiers, _names(chain), _identity(chain), settings)
+    return SchedulerParts(tiers, settings, _names(chain), _identity(chain))
 
 
 def _warm(chain: ChainSpec, children: Sequence[OffloadingScheduler]) -> None:

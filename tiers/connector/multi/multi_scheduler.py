@@ -61,18 +61,17 @@ Finished = tuple[bool, dict[str, Any] | None]
 class MultiSettings:
     """How a `MultiScheduler` chooses who loads.
 
-    `load_policy`: unless a chain says so. `requests`: those of the chain, which its tiers use, too.
-    None: the children are connectors of the engine, with blocks of `block_tokens`. `now`: seconds,
-    never going back. `observers`: hear of every request. `explainer`: notes why each request is
-    served as it is. `rebuilder`: has the chain, and changes it while the engine runs; None: there
-    is none. `wake`: has an engine that idles make a step. `following`: places of connectors that
-    can load what is behind the prefix that others load. `as_computed`: blocks of which so many
-    leading ones look computed, as these are shown them.
+    `requests`: those of the chain, which its tiers use, too, or of a list of connectors.
+    `load_policy`: unless a chain says so. `now`: seconds, never going back. `observers`: hear of
+    every request. `explainer`: notes why each request is served as it is. `rebuilder`: has the
+    chain, and changes it while the engine runs; None: there is none. `wake`: has an engine that
+    idles make a step. `following`: places of connectors that can load what is behind the prefix
+    that others load. `as_computed`: blocks of which so many leading ones look computed, as these
+    are shown them.
     """
 
+    requests: RequestTable
     load_policy: LoadPolicy = "first"
-    block_tokens: int = 1
-    requests: RequestTable | None = None
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
     explainer: Explanations = field(default_factory=Explanations)
@@ -91,17 +90,14 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def __init__(
         self,
         children: Sequence[SchedulerConnector],
+        settings: MultiSettings,
         names: Sequence[str] | None = None,
         chain: str = "",
-        settings: MultiSettings = MultiSettings(),
     ) -> None:
         """`names` and `chain`: see `MultiConnector`."""
         MultiConnector.__init__(self, children, names, chain)
-        requests = settings.requests
-        if requests is None:
-            size = settings.block_tokens
-            requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
-        self._requests, self._block_tokens = requests, requests.engine.block_tokens
+        self._requests = requests = settings.requests
+        self._block_tokens = requests.engine.block_tokens
         self._now = now = settings.now
         self._reports_cached = False
         self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}

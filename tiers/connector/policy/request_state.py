@@ -212,6 +212,11 @@ class RequestTable:
         """By what stands for another node, with an adapter: the first name of those weights."""
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
 
+    @classmethod
+    def of_connectors(cls, block_tokens: int) -> RequestTable:
+        """The requests of a list of the engine's connectors, which has no tier of its own."""
+        return cls(EngineInfo({}, block_tokens, block_tokens, 0, caches_prefixes=False))
+
     def know_weights(self, weights: str) -> None:
         """A shared tier's workers know what names the engine's weights; empty: not yet."""
         before, self._weights = self._weights, weights or self._weights or ""

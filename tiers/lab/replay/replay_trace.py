@@ -84,7 +84,6 @@ def _opened(
         behind, links = linked(small, machine, scale, clock)
         parts = scheduler_parts(behind, info, clock.now)
         states = parts.settings.requests
-        assert states is not None, "tiers share them"
         connector = MultiScheduler(*parts)
         stack.callback(connector.shutdown)
         tiers = enumerate(chain.tiers)
