@@ -34,7 +34,7 @@ OTHERS = {
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/request_state.py::RequestState.tiers": "tiers",
-    "scheduler/admission.py::AcceptanceMonitor.lost": "counters",
+    "scheduler/admission.py::AcceptanceMonitor._lost": "counters",
     "policy/tenant_counts.py::TenantCounts._counts": "tenants",
     "policy/tenant_counts.py::TenantCounts._unvalued": "tenants",
     "policy/doubts.py::Doubts._sent": "names of weights, by blocks",

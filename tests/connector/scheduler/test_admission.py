@@ -63,7 +63,7 @@ def test_blocks_that_find_room_late_hide_no_loss(
     told.offered(30, ["store_dropped_no_slot"] * 10)
     clock.now += WINDOW_SECONDS
     told.look()
-    told.lost.subtract(["store_dropped_no_slot"] * 10)
+    told.found_room(["store_dropped_no_slot"] * 10)
     told.offered(4, ["store_dropped_inflight"] * 20)
     assert not caplog.records
     clock.now += WINDOW_SECONDS
@@ -173,7 +173,7 @@ def test_blocks_that_were_not_stored_are_not_counted_as_stored(clock: Clock) -> 
     assert isinstance(store, PendingStore)
     stores.ended(store)
     assert tier.admission.rate.blocks_in(3.0) == pytest.approx(3)
-    assert tier.admission.acceptance.lost == {"store_failures": 1}
+    assert tier.admission.acceptance._lost == {"store_failures": 1}
     measured = [*requests.tenants.take_measures().values()]
     assert [one["tenant_stored_bytes"] for one in measured] == [10, 10], "a block of each is new"
     assert not (stores.slots_pinned or stores._keys or stores._reading or tier.open.pool.in_use)

@@ -558,7 +558,7 @@ def test_what_waited_for_room_until_its_tier_was_down_is_lost() -> None:
     halves.hear([OffloadingWorkerMetadata(), _ended(job)])
     assert _answer(halves, prompt, 3 * TOKENS + 1)[1] == []
     assert tier.stats.data["index"]["store_dropped_down"] == 1, "as many as there is room for"
-    assert +tier.admission.acceptance.lost == {"store_dropped_inflight": 2}
+    assert +tier.admission.acceptance._lost == {"store_dropped_inflight": 2}
     tier.update({0: HEALTHY})
     halves.index.names |= halves._names([prompt.block_hashes[2] + bytes(GROUP_BYTES)])
     assert _answer(halves, prompt, 3 * TOKENS + 2, TOKENS - 2)[1] == [], "behind what is lost"

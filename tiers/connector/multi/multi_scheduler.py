@@ -125,8 +125,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.changes: Changes | None = None
         """The changes of its chain; None: it lists connectors, or can't change."""
         if settings.rebuilder is not None:
-            ranks = requests.engine.world_size
-            args = settings.rebuilder, ranks, settings.wake, now
+            args = settings.rebuilder, requests.engine.world_size, settings.wake, now
             self.changes = Changes(self, self.take_up, *args)
             self.take_up(settings.rebuilder.chain, range(len(self.children)))
         self._observers = settings.observers

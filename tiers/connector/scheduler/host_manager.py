@@ -134,11 +134,6 @@ class HostManager(TierManager):
             self._pool.forget(slot)
         self._changes.note(key, held=False)
 
-    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
-        """Stop keeping these blocks; of an older generation none is kept."""
-        for key in keys:
-            self.discard(key)
-
     def reset(self) -> None:
         """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()

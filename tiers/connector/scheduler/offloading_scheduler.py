@@ -529,9 +529,6 @@ class OffloadingScheduler(SchedulerConnector):
             tier_request = self._tier.request(request_state)
             self._stores.request_finished(tier_request, block_ids)
             tier_request.lookup.cancel()
-            self.note(**Counter(tier_request.refused.values()))
-            # What it offers last is behind those.
-            tier_request.cut, tier_request.refused = tier_request.behind, {}
         return False, None
 
     def shutdown(self) -> None:

@@ -366,8 +366,7 @@ class StoreManager(TierManager):
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Drop these blocks in the background, from a shared store too."""
-        for key in keys:
-            self.discard(key)
+        super().drop(keys, generation)
         self._clearing.drop(keys, generation)
 
     def reset(self) -> None:

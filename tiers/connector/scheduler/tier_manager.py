@@ -108,7 +108,10 @@ class TierManager:
         """Note that the tier does not have this block: it failed to load."""
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
-        """Remove this engine's blocks of a generation from the tier, when there is time."""
+        """Stop keeping these blocks, and remove this engine's of a generation from the tier, when
+        there is time."""
+        for key in keys:
+            self.discard(key)
 
     def reset(self) -> None:
         """Forget all blocks known or kept in this process. The caller makes other keys and other

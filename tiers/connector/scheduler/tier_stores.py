@@ -223,7 +223,7 @@ class TierStores:
         before = {number: waiting.pop(number) for number in over}
         self._refuse(tier_request, [refused[number] for number in over if number in refused])
         taken = (why for number, why in before.items() if number not in refused)
-        self._admission.acceptance.lost.subtract(taken)
+        self._admission.acceptance.found_room(taken)
         return items
 
     def _offer_last(self, overwritten: set[int]) -> list[Taken]:
@@ -328,7 +328,7 @@ class TierStores:
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
         tier, job, result = self._tier, store.job, store.result
-        self._admission.acceptance.lost["store_failures"] += len(result.failed)
+        self._admission.acceptance.failed(len(result.failed))
         self._admission.rate.ended(len(job.items) - len(result.failed), result.seconds)
         kept: list[dict[int, bytes]] = []
         first, of_tenants = 0, Counter[str]()
@@ -411,6 +411,9 @@ class TierStores:
         else:
             tier_request.order.finished = True
             self._touch_prefix(tier_request)
+        self._tier.count(**Counter(tier_request.refused.values()))
+        # What it offers last is behind those.
+        tier_request.cut, tier_request.refused = tier_request.behind, {}
 
     def drop_last_offers(self) -> None:
         """Offer nothing of requests that have ended: their blocks may not be read any more."""
