@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
@@ -33,15 +32,8 @@ DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
 
 
-class SchedulerParts(NamedTuple):
-    """The parameters of a `MultiScheduler`."""
-
-    children: Sequence[OffloadingScheduler]
-    settings: MultiSettings
-    names: Sequence[str]
-    chain: str
-
-
+SchedulerParts = tuple[Sequence[OffloadingScheduler], MultiSettings, Sequence[str], str]
+"""The parameters of a `MultiScheduler`."""
 WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, ChangeParts]
 """The parameters of a `MultiWorker`."""
 
@@ -84,7 +76,7 @@ def scheduler_parts(
     )
     tiers = [live.make(tier, chain) for tier in chain.tiers]
     _warm(chain, tiers)
-    return SchedulerParts(tiers, settings, _names(chain), _identity(chain))
+    return tiers, settings, _names(chain), _identity(chain)
 
 
 def _warm(chain: ChainSpec, children: Sequence[OffloadingScheduler]) -> None:

@@ -324,8 +324,8 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
                 following=following(child_configs(vllm_config)),
                 as_computed=as_computed,
             )
-            listed, *named = self._listed(vllm_config, role, kv_cache_config)
-            MultiScheduler.__init__(self, listed, settings, *named)
+            listed, names, name = self._listed(vllm_config, role, kv_cache_config)
+            MultiScheduler.__init__(self, listed, settings, names, name)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
