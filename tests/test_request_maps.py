@@ -40,7 +40,7 @@ OTHERS = {
     "policy/doubts.py::Doubts._sent": "names of weights, by blocks",
     "policy/request_state.py::RequestState.cached": "tiers",
     "policy/request_state.py::RequestState.sent": "names of weights",
-    "policy/request_state.py::RequestState.waits": "tiers",
+    "policy/request_state.py::RequestState.to_offer_again": "tiers",
     "scheduler/tier_hints.py::PinnedBlocks._counts": "tenants",
     "scheduler/tier_hints.py::PinnedBlocks._ending[until]": "blocks",
     "scheduler/offloading_scheduler.py::OffloadingScheduler._reported": "gauges",

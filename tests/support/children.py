@@ -123,7 +123,7 @@ class BlockTier(Tier):
         super().__init__(held, tokens)
         self.load_cost = LoadCost(Clock())
 
-    def note(self, **measures: float) -> None: ...
+    def count(self, **measures: float) -> None: ...
 
     def why_nothing(self, request: Any) -> str:
         return ""

@@ -364,7 +364,7 @@ def test_a_request_whose_load_has_ended_has_been_decided_about(
     multi.get_num_new_matched_tokens(REQUEST, 8)
     for tokens in (32, 0):
         multi.update_state_after_alloc(REQUEST, BLOCKS, tokens)
-        assert multi._requests.of(REQUEST).loads == range(2, 10)
+        assert multi._requests.of(REQUEST).load_range == range(2, 10)
 
 
 @pytest.mark.parametrize(

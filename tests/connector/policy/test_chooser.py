@@ -54,7 +54,7 @@ class Ours(Foreign):
             clock.now += TOKENS / rate + engine
             self.load_cost.ended(job, TOKENS / rate, whole=True)
 
-    def note(self, **measures: float) -> None:
+    def count(self, **measures: float) -> None:
         self.noted.update(measures)
 
     def coverage(self, state: RequestState, blocks: range) -> list[bool] | None:

@@ -217,7 +217,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     ) -> None:
         """Serving children load; the others learn of the blocks, so that they can store them."""
         request_state = self._requests.allocated(request, blocks)
-        choice = request_state.choice
+        choice, count = request_state.choice, num_external_tokens // self._block_tokens
         if request_state.is_undecided:
             # Engines call again, with no tokens, when a load beside the steps has ended.
             request_state.is_undecided = False
@@ -226,12 +226,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             loads = not choice.tokens or num_external_tokens > 0
             self._chooser.decided(request_state, choice if loads else NO_LOAD)
             first = choice.computed // self._block_tokens
-            request_state.loads = range(first, first + num_external_tokens // self._block_tokens)
+            request_state.load_range = range(first, first + count)
             in_step = num_external_tokens > 0 and not choice.is_async
             self._doubts.allocated(request_state, choice.computed, in_step)
         elif not request_state.is_asked:  # a list that this chain is in takes all from another
             self._doubts.judge(request_state, 0)
-        shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
+        shares = clip(choice.shares or {}, count)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
@@ -328,7 +328,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if each := self._prefill.seconds_per_token:
             self._requests.tenants.prefill_token_seconds = each
             for loader in self._loaders.values():
-                loader.note(prefill_tokens_per_second=1 / each)
+                loader.count(prefill_tokens_per_second=1 / each)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its metadata only, and restore the output."""
@@ -338,7 +338,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._note_prefill_rate()
         if self._doubts and number is not None:
             self._doubts.heard(number, connector_output.invalid_block_ids)
-        self._requests.arrived(connector_output.finished_recving or ())
+        self._requests.loads_arrived(connector_output.finished_recving or ())
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.

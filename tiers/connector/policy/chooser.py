@@ -208,7 +208,7 @@ class Chooser:
             return
         for index in self._loaders.keys() & set(choice.passed):
             why = "recompute_preferred" + "_engine" * (index in choice.slowed)
-            self._loaders[index].note(**{why: 1})
+            self._loaders[index].count(**{why: 1})
 
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
-from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
+from tiers.connector.scheduler.lookups import HeldLog, Lookup, LookupPace
 from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.contract.messages import SlotMove
 from tiers.cpu.residency import SlotResidency
@@ -21,7 +21,7 @@ TRIMMED = 256
 class HostManager(TierManager):
     """A tier whose blocks stay in the host pool, each evicted before its predecessor."""
 
-    completes_on_gather = True
+    in_host_memory = True
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class HostManager(TierManager):
         """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency
         self._pool = pool
-        self._changes = Changes()
+        self._changes = HeldLog()
         self._on_evict = on_evict
         self._pinned: dict[bytes, int] = {}
         self._max_blocks = pool.num_slots

@@ -29,7 +29,7 @@ class AskedKeys(NamedTuple):
     since: float
 
 
-class Changes:
+class HeldLog:
     """What a tier has come to hold, or has lost, so far as this process learns of it.
 
     Keeps the last `LIMIT` changes at least; one step makes fewer. Used by the scheduler's thread.
@@ -149,7 +149,7 @@ class Lookup:
 
     # -- of a tier in memory -----------------------------------------------------------------
 
-    def unknown(self, asked: range, changes: Changes) -> range:
+    def unknown(self, asked: range, changes: HeldLog) -> range:
         """Which of these numbers were not asked for before: `add` what the tier answers."""
         if self._held and not self._first <= asked.start <= self._first + len(self._held):
             self._renew_held()  # the engine has computed more of it since, or less
@@ -167,7 +167,7 @@ class Lookup:
         """Which keys of these numbers are held; none is unknown."""
         return self._held[asked.start - self._first : asked.stop - self._first]
 
-    def follow(self, changes: Changes, keys: Sequence[bytes]) -> None:
+    def follow(self, changes: HeldLog, keys: Sequence[bytes]) -> None:
         """Correct the answers by what has changed. `keys`: all of the request's."""
         if not self._held or self._seen == changes.count:
             return
