@@ -31,7 +31,6 @@ from tiers.explain.spans import engine_tracer
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
 
-
 SchedulerParts = tuple[Sequence[OffloadingScheduler], MultiSettings, Sequence[str], str]
 """The parameters of a `MultiScheduler`."""
 WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, ChangeParts]

@@ -15,7 +15,8 @@ from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
-from tiers.connector.scheduler.lookups import AskedKeys, HeldLog, Lookup, LookupPace, LookupQueue
+from tiers.connector.scheduler.lookup_queue import AskedKeys, LookupQueue
+from tiers.connector.scheduler.lookups import HeldLog, Lookup, LookupPace
 from tiers.connector.scheduler.store_keys import RankKeys, VisibilityCheck
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
