@@ -226,14 +226,14 @@ def test_a_discarded_block_gives_its_slot_back_once_its_readers_have(open_tier: 
     assert (pool.in_use, len(tier)) == (0, 0)
 
 
-def test_clearing_gives_all_up_and_names_it(open_tier: Open) -> None:
+def test_clearing_gives_all_up(open_tier: Open) -> None:
     pool = SlotPool(4)
     tier = open_tier(pool, 4)
     store(pool, tier, 0, 1, 2)
     tier.touch([key(1)])
     slot = load(pool, tier, 2)
-    assert sorted(tier.outdate()) == [key(0), key(1), key(2)]
-    assert tier.trim(9) == 3
+    tier.outdate()
+    assert kept(tier, range(3)) == [] and tier.trim(9) == 3
     assert (len(tier), pool.in_use) == (0, 1)
     pool.release(slot)
     store(pool, tier, 2)
@@ -245,7 +245,7 @@ def test_resets_of_a_tier_that_keeps_nothing_leave_nothing_to_do(open_tier: Open
     tier = open_tier(SlotPool(4), 4)
     before = tier._outdated
     for _ in range(3):
-        assert not [*tier.outdate()]
+        tier.outdate()
     assert tier._outdated is before
 
 

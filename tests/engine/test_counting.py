@@ -29,7 +29,8 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.scheduler.host_manager import HostManager
-from tiers.connector.scheduler.lookups import LookupPace, LookupQueue
+from tiers.connector.scheduler.lookup_queue import LookupQueue
+from tiers.connector.scheduler.lookups import LookupPace
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierUnavailable

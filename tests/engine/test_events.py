@@ -75,14 +75,19 @@ def test_what_a_step_evicts_is_told_at_once(engine: Callable[..., ReplayEngine])
     assert len(told(made, "cpu")) == 20
 
 
-def test_a_reset_removes_what_a_host_tier_held(engine: Callable[..., ReplayEngine]) -> None:
-    made = engine(chain_of(cpu()), kv_events=True)
+def test_no_tier_tells_of_a_reset_which_the_engine_does_for_all(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    made = engine(chain_of(cpu(), disk(tmp_path)), kv_events=True)
     made.generate(range(40), 1)
     made.settle()
-    assert len(told(made, "cpu")) == 10
+    before = len(made.events)
     made.reset_cache()
     made.step()
-    assert told(made, "cpu") == set()
+    assert len(made.events) == before
+    made.generate(range(40), 1)
+    made.settle()
+    assert {(e.tier, e.stored) for e in made.events[before:]} == {("cpu", True), ("disk", True)}
 
 
 def test_what_a_quota_drops_is_told_as_removed(engine: Callable[..., ReplayEngine]) -> None:

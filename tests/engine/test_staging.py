@@ -84,7 +84,7 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
     assert not measured(made, "store_dropped_no_slot") and not measured(
         made, "store_dropped_inflight"
     )
-    assert max(scheduler._tier.admission.acceptance.lost.values()) <= 0, "none is lost"
+    assert max(scheduler._tier.admission.acceptance._lost.values()) <= 0, "none is lost"
 
 
 def test_what_never_finds_room_is_counted_when_its_request_ends(

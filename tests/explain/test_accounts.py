@@ -10,6 +10,7 @@ from tests.support.children import BlockTier, Tier
 from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.policy.request_state import RequestTable
 from tiers.explain.accounts import lines
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import count_answers
@@ -21,10 +22,11 @@ class Engine:
     def __init__(self, *children: Any) -> None:
         names = [f"tier-{place}" for place in range(len(children))]
         self.known = Explanations(names, 4)
+        requests = RequestTable.of_connectors(4)
         settings = MultiSettings(
-            "stitched", block_tokens=4, explainer=self.known, observers=(self.known,)
+            requests, "stitched", explainer=self.known, observers=(self.known,)
         )
-        self.chain = MultiScheduler(children, names, settings=settings)
+        self.chain = MultiScheduler(children, settings, names)
         self.request = FakeRequest(num_tokens=42)
 
     def begin(self, computed: int = 0, takes: int | None = None) -> None:

@@ -587,8 +587,8 @@ def test_the_ninth_load_of_a_tier_that_loads_eight_at_once_waits_for_half_of_eac
         {"type": "disk", "capacity": "1MiB", "path": "/nowhere", "loads_at_once": 8},
     ]
     chain = load_chain({"version": 1, "tiers": tiers})
-    made = scheduler_parts(chain, EngineInfo({}, BLOCK, BLOCK, num_blocks=8), Clock())
-    for tier, waits in zip(made.children, (7.0, 4.0), strict=True):
+    made, *_ = scheduler_parts(chain, EngineInfo({}, BLOCK, BLOCK, num_blocks=8), Clock())
+    for tier, waits in zip(made, (7.0, 4.0), strict=True):
         cost = tier.load_cost
         cost.began(-1, 1000)
         cost.ended(-1, 1.0, whole=True)

@@ -8,6 +8,7 @@ from typing import Any
 from spec.chain import LoadPolicy
 from tests.support.clock import Clock
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.connector import SchedulerConnector, WorkerConnector
 from tiers.contract.messages import (
     NO_LOOKUP_TIMES,
@@ -122,7 +123,7 @@ class BlockTier(Tier):
         super().__init__(held, tokens)
         self.load_cost = LoadCost(Clock())
 
-    def note(self, **measures: float) -> None: ...
+    def count(self, **measures: float) -> None: ...
 
     def why_nothing(self, request: Any) -> str:
         return ""
@@ -147,4 +148,4 @@ class BlockTier(Tier):
 
 def chain(*children: Any, load: LoadPolicy = "stitched") -> MultiScheduler:
     """The scheduler half of a chain with blocks of four tokens."""
-    return MultiScheduler(children, settings=MultiSettings(load, block_tokens=4))
+    return MultiScheduler(children, MultiSettings(RequestTable.of_connectors(4), load))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
@@ -32,24 +31,20 @@ from tiers.explain.spans import engine_tracer
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
 
-
-class SchedulerParts(NamedTuple):
-    """The parameters of a `MultiScheduler`."""
-
-    children: Sequence[OffloadingScheduler]
-    names: Sequence[str]
-    chain: str
-    settings: MultiSettings
-
-
+SchedulerParts = tuple[Sequence[OffloadingScheduler], MultiSettings, Sequence[str], str]
+"""The parameters of a `MultiScheduler`."""
 WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, ChangeParts]
 """The parameters of a `MultiWorker`."""
 
 
 def scheduler_parts(
-    chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
+    chain: ChainSpec,
+    engine: EngineInfo,
+    now: Callable[[], float] = time.monotonic,
+    wake: Callable[[], None] = lambda: None,
 ) -> SchedulerParts:
-    """Make the tiers of a chain as the scheduler has them, and the settings of their policy."""
+    """Make the tiers of a chain as the scheduler has them, and the settings of their policy.
+    `wake`: see `MultiSettings`."""
     engine = _salted(engine, chain)
     # One for all tiers: each would else gather a block for itself, after a reset.
     keeps = chain.on_reset == "keep"
@@ -71,15 +66,16 @@ def scheduler_parts(
         observers.append(explainer)
     live = LiveChain(chain, requests, opener, now, names, observers)
     settings = MultiSettings(
-        requests=requests,
+        requests,
         now=now,
         observers=observers,
         explainer=explainer,
         rebuilder=live,
+        wake=wake,
     )
     tiers = [live.make(tier, chain) for tier in chain.tiers]
     _warm(chain, tiers)
-    return SchedulerParts(tiers, _names(chain), _identity(chain), settings)
+    return tiers, settings, _names(chain), _identity(chain)
 
 
 def _warm(chain: ChainSpec, children: Sequence[OffloadingScheduler]) -> None:

@@ -56,7 +56,7 @@ class LoadItem(NamedTuple):
     slot: int | None
 
 
-class PromptPart(NamedTuple):
+class PromptPlace(NamedTuple):
     """Where a job's blocks are in their prompt, for stores with `Packs`: keys in a row, from the
     beginning of a `group` of so many blocks on, and of each item its number among them. `packed`:
     of each part of a block, whether the store keeps such together. Empty: no store asks."""
@@ -81,20 +81,20 @@ class PromptPart(NamedTuple):
         ]
 
 
-NO_PART = PromptPart()
+NO_PLACE = PromptPlace()
 
 
 @dataclass(frozen=True)
 class StoreJob:
     """Blocks in flight into a tier, of one request or a few of several. `generation`: that of their
-    keys. `adapter`: what they were computed with (see `RequestMark`). `part`: where they are in the
-    one request's prompt."""
+    keys. `adapter`: what they were computed with (see `RequestMark`). `place`: where they are in
+    the one request's prompt."""
 
     job_id: int
     items: list[StoreItem]
     generation: bytes = b""
     adapter: bytes = b""
-    part: PromptPart = NO_PART
+    place: PromptPlace = NO_PLACE
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _job, (StoreJob, StoreItem, _columns(self))
@@ -103,7 +103,7 @@ class StoreJob:
 @dataclass(frozen=True)
 class LoadJob:
     """Blocks of one request in flight to the engine, for `seconds` at most. `generation`:
-    that of their keys. `part`: where they are in its prompt. `first`: the first paged block of all
+    that of their keys. `place`: where they are in its prompt. `first`: the first paged block of all
     that the request loads, if a part is of no use; None: a part is of use."""
 
     job_id: int
@@ -111,7 +111,7 @@ class LoadJob:
     items: list[LoadItem]
     seconds: float = math.inf
     generation: bytes = b""
-    part: PromptPart = NO_PART
+    place: PromptPlace = NO_PLACE
     first: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

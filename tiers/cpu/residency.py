@@ -233,15 +233,12 @@ class SlotResidency:
             self._queues.remove(slot)
             self._pool.release(slot)
 
-    def outdate(self) -> Iterator[bytes]:
-        """Stop keeping any block, since nobody asks for these again; their keys, which are there
-        until `trim`, or who needs a slot, gives the slots back. A slot that is being copied is
-        freed by its last user."""
-        if not len(self._queues):  # else resets of an engine that idles would pile up
-            return iter(())
-        old, self._queues = self._queues, SlotQueues(self._pool.num_slots, self._overdue)
-        self._outdated = chain(self._outdated, old.slots())
-        return filter(None, map(self._pool.key, old.slots()))
+    def outdate(self) -> None:
+        """Stop keeping any block, since nobody asks for these again; `trim`, or who needs a slot,
+        gives the slots back. A slot that is being copied is freed by its last user."""
+        if len(self._queues):  # else resets of an engine that idles would pile up
+            old, self._queues = self._queues, SlotQueues(self._pool.num_slots, self._overdue)
+            self._outdated = chain(self._outdated, old.slots())
 
     def _give_back(self) -> bool:
         """Give the next slot of an outdated block back, if there is any."""

@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +45,7 @@ from tiers.connector.multi.multi_connector import (
 )
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import NO_ADAPTERS, RequestMarks
 from tiers.contract.stats import OTHER_TENANTS, TENANT
@@ -317,21 +317,19 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         self._control: Control | None = None
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
-            parts = scheduler_parts(chain, info)
-            settings = replace(parts.settings, wake=waker())
-            MultiScheduler.__init__(self, *parts._replace(settings=settings))
+            MultiScheduler.__init__(self, *scheduler_parts(chain, info, wake=waker()))
             named = vllm_config.kv_transfer_config.kv_connector_extra_config["chain"]
             file = Path(named).absolute() if isinstance(named, str | Path) else None
             self._control = Control(chain, self, file)
         else:
             settings = MultiSettings(
+                RequestTable.of_connectors(block_sizes(vllm_config, kv_cache_config)[0]),
                 load_policy(vllm_config, kv_cache_config),
-                block_sizes(vllm_config, kv_cache_config)[0],
                 following=following(child_configs(vllm_config)),
                 as_computed=as_computed,
             )
-            listed = self._listed(vllm_config, role, kv_cache_config)
-            MultiScheduler.__init__(self, *listed, settings)
+            listed, names, name = self._listed(vllm_config, role, kv_cache_config)
+            MultiScheduler.__init__(self, listed, settings, names, name)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from tiers.block import namespace
 from tiers.connector.policy.load_room import LoadRoom
-from tiers.connector.worker.namespace_notes import describe
+from tiers.connector.worker.namespace_notes import note_of
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.protocols import Request
@@ -127,7 +127,7 @@ class HostingEngine:
     def note(self, payload_bytes: int) -> NamespaceNote:
         """What to note of the namespace, once it is known."""
         facts = {**self._facts, **(self._late.known() or {})}
-        return describe(facts, self._model, self._row_tokens, payload_bytes, ranks=self._ranks)
+        return note_of(facts, self._model, self._row_tokens, payload_bytes, ranks=self._ranks)
 
     @property
     def is_outdated(self) -> bool:

@@ -333,6 +333,18 @@ def test_reads_and_writes_of_a_tier_pause(tmp_path: Path) -> None:
         assert "cpu" in served(engine, PROMPT)
 
 
+def test_reads_that_go_on_are_planned_as_those_of_a_start(tmp_path: Path) -> None:
+    small, other = cpu(16), disk(tmp_path)
+    with running(chain_of(small, other, load_policy="stitched"), ranks=1) as engine:
+        served(engine, PROMPT)
+        assert served(engine, PROMPT).keys() == {"cpu", "disk"}
+        paused = [{**tier, "paused": "reads"} for tier in (small, other)]
+        assert not change(engine, chain_of(*paused, load_policy="stitched")).why
+        assert not served(engine, PROMPT)
+        assert not change(engine, chain_of(small, other, load_policy="stitched")).why
+        assert served(engine, PROMPT).keys() == {"cpu", "disk"}
+
+
 def test_a_capacity_that_a_rank_refuses_is_named_with_its_tier(tmp_path: Path) -> None:
     a, b = both(tmp_path)
     with running(chain_of(a, b)) as engine:

@@ -149,7 +149,7 @@ def test_what_a_request_waits_for_its_answers_is_taken_from_its_time() -> None:
     foreign: Any = Foreign(None)
     engine = EngineInfo({}, 4, 4, 0, caches_prefixes=False)
     requests = RequestTable(engine, now=clock, max_wait=2.0)
-    multi = MultiScheduler([foreign], settings=MultiSettings("first", requests=requests))
+    multi = MultiScheduler([foreign], MultiSettings(requests))
     for _ in range(2):
         assert multi.get_num_new_matched_tokens(FakeRequest(), 0)[0] is None
         clock.now += 60

@@ -14,8 +14,9 @@ from tiers.connector.multi.multi_connector import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.marks import MediaMarks
 from tiers.contract.messages import TransferResults
 
@@ -32,7 +33,7 @@ def children(calls: list[Any]) -> list[Child]:
 
 @pytest.fixture
 def multi(children: list[Child]) -> MultiScheduler:
-    return MultiScheduler(children)
+    return chain(*children, load="first")
 
 
 @pytest.fixture
@@ -167,7 +168,9 @@ def test_a_worker_that_read_another_chain_says_so_before_there_are_requests(
     of_worker: list[str],
 ) -> None:
     """Each process reads the chain's file, which somebody may change while an engine starts."""
-    scheduler = MultiScheduler([Child("a", []), Child("b", [])], ["cpu", "disk"], "one chain")
+    names = ["cpu", "disk"]
+    settings = MultiSettings(RequestTable.of_connectors(4))
+    scheduler = MultiScheduler([Child(name, []) for name in names], settings, names, "one chain")
     worker = MultiWorker([Child(name, []) for name in of_worker], of_worker, "another chain")
     assert not scheduler.has_pending_push_work()
     scheduler.set_xfer_handshake_metadata({0: MultiHandshakeMetadata((None,), "another chain")})

@@ -16,6 +16,7 @@ from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.connector import SchedulerConnector, WorkerConnector
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import TransferResults, WorkerHandshake
@@ -116,7 +117,8 @@ class Both(MultiScheduler, MultiWorker):
     """Both halves in one object, as an engine's adapter composes them."""
 
     def __init__(self, children: Any) -> None:
-        MultiScheduler.__init__(self, children, "abc", "ours", MultiSettings(block_tokens=4))
+        settings = MultiSettings(RequestTable.of_connectors(4))
+        MultiScheduler.__init__(self, children, settings, "abc", "ours")
         MultiWorker.__init__(self, children, "abc", "ours")
 
 
@@ -362,7 +364,7 @@ def test_a_request_whose_load_has_ended_has_been_decided_about(
     multi.get_num_new_matched_tokens(REQUEST, 8)
     for tokens in (32, 0):
         multi.update_state_after_alloc(REQUEST, BLOCKS, tokens)
-        assert multi._requests.of(REQUEST).loads == range(2, 10)
+        assert multi._requests.of(REQUEST).load_range == range(2, 10)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.support.fake_requests import IDLE_STEP, FakeRequest
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.messages import TransferResults
 
 SIZE = 4
@@ -47,12 +48,12 @@ PAGED = Table([*range(100, 110)])
 
 def listed(*connectors: Connector, following: tuple[int, ...] = (0, 1, 2)) -> MultiScheduler:
     settings = MultiSettings(
+        RequestTable.of_connectors(SIZE),
         "stitched",
-        SIZE,
         following=following,
         as_computed=lambda blocks, count: Table(blocks.get_block_ids()[0], count),
     )
-    return MultiScheduler(connectors, settings=settings)
+    return MultiScheduler(connectors, settings)
 
 
 @pytest.mark.parametrize(

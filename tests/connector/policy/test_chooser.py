@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec.chain import LOAD_POLICIES
+from spec.chain import LOAD_POLICIES, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy import chooser
@@ -54,7 +54,7 @@ class Ours(Foreign):
             clock.now += TOKENS / rate + engine
             self.load_cost.ended(job, TOKENS / rate, whole=True)
 
-    def note(self, **measures: float) -> None:
+    def count(self, **measures: float) -> None:
         self.noted.update(measures)
 
     def coverage(self, state: RequestState, blocks: range) -> list[bool] | None:
@@ -91,8 +91,7 @@ class Chain:
         self.children: list[Any] = [one(self.clock) for one in make]
         engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=0)
         requests = RequestTable(engine, now=self.clock, max_wait=max_wait)
-        costs = {i: c.load_cost for i, c in enumerate(self.children) if isinstance(c, Ours)}
-        comparison = self.comparison = Comparison(BLOCK, costs, self.clock, always)
+        comparison = self.comparison = Comparison(BLOCK, {}, self.clock, always)
         comparison.prefill.measured(TOKENS, TOKENS / 1000)
         names = [str(n) for n in range(len(make))]
         waits = LookupLatency(self.clock)
@@ -144,12 +143,11 @@ def test_the_first_that_has_tokens_serves_or_the_one_with_most(
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)
-def test_nothing_is_to_load_of_less_than_a_block(load: str) -> None:
+def test_nothing_is_to_load_of_less_than_a_block(load: LoadPolicy) -> None:
     """Nor once no tier may load any more. An engine takes no load of nothing beside its steps."""
     chain = Chain(ours(TOKENS), ours(TOKENS), load=load)
     assert chain.chooser.choose(chain.state, TOKENS)[:3] == NO_LOAD[:3]
-    chain.comparison.meters = {}
-    chain.chooser.follow(chain.children, ["0", "1"], [])
+    chain.chooser.follow(chain.children, ["0", "1"], [], load)
     assert chain.chooser.choose(chain.state, TOKENS)[:3] == NO_LOAD[:3]
 
 
@@ -442,15 +440,15 @@ def test_a_change_of_the_chain_leaves_the_tiers_of_its_places_in_its_order() -> 
     chain = Chain(ours(512), ours(TOKENS), ours(TOKENS), load="first")
     assert chain.loaders() == {0: 512}
     for order, serves in (([2, 1], {2: TOKENS}), ([1], {1: TOKENS}), ([], {})):
-        chain.chooser.follow(chain.children, ["0", "1", "2"], order)
-        assert chain.loaders() == serves
+        chain.chooser.follow(chain.children, ["0", "1", "2"], order, "first")
+        assert chain.loaders() == serves and chain.comparison.meters.keys() == set(order)
     other: Any = ours(64)(chain.clock)
-    chain.chooser.follow([other], ["new"], [0])
+    chain.chooser.follow([other], ["new"], [0], "first")
     may_load: Any = SimpleNamespace(may_load=lambda name: name == "new", max_load_tokens=None)
     chain.state.limits = may_load
     assert chain.loaders() == {0: 64}
     for load in LOAD_POLICIES:
-        chain.chooser.use_policy(load)
+        chain.chooser.follow([other], ["new"], [0], load)
         assert chain.comparison.shares == (load == "stitched")
 
 

@@ -113,7 +113,7 @@ def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
     requests = FakeRequest(), FakeRequest("other", kv_transfer_params=params)
     for request in requests:
         request_state = table.of(request)
-        request_state.loads, request_state.tables = loads, ([*range(10)],)
+        request_state.load_range, request_state.tables = loads, ([*range(10)],)
         table.begin_step(first_step(request.request_id, before, 1))
         again = CachedRequests([request.request_id], set(), [None], [before + 1])
         table.begin_step(Step([], {request.request_id: 1}, again))
@@ -152,7 +152,7 @@ def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a
         assert step.overwritten == {4}, "whoever reads it yet must have ended"
     assert found == [(1, [1]), (0, []), (0, [2])]
     assert request_state.computed == 8
-    request_state.waits.add("a tier that is to be offered some blocks again")
+    request_state.to_offer_again.add("a tier that is to be offered some blocks again")
     step = table.begin_step(Step([], {}, CachedRequests(["r"], set(), [None], [8])))
     assert [run.after for run in step.scheduled] == [8]
 

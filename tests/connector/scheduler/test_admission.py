@@ -63,7 +63,7 @@ def test_blocks_that_find_room_late_hide_no_loss(
     told.offered(30, ["store_dropped_no_slot"] * 10)
     clock.now += WINDOW_SECONDS
     told.look()
-    told.lost.subtract(["store_dropped_no_slot"] * 10)
+    told.found_room(["store_dropped_no_slot"] * 10)
     told.offered(4, ["store_dropped_inflight"] * 20)
     assert not caplog.records
     clock.now += WINDOW_SECONDS
@@ -173,7 +173,7 @@ def test_blocks_that_were_not_stored_are_not_counted_as_stored(clock: Clock) -> 
     assert isinstance(store, PendingStore)
     stores.ended(store)
     assert tier.admission.rate.blocks_in(3.0) == pytest.approx(3)
-    assert tier.admission.acceptance.lost == {"store_failures": 1}
+    assert tier.admission.acceptance._lost == {"store_failures": 1}
     measured = [*requests.tenants.take_measures().values()]
     assert [one["tenant_stored_bytes"] for one in measured] == [10, 10], "a block of each is new"
     assert not (stores.slots_pinned or stores._keys or stores._reading or tier.open.pool.in_use)
@@ -186,12 +186,12 @@ def test_what_the_engine_gives_away_before_there_is_room_holds_nothing_back(cloc
     state = requests.of(FakeRequest("r", block_hashes=[b"a", b"b", b"c"]))
     stores.slots_pinned = 8
     full = requests.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2], [5, 6]))))
-    assert stores.orders(full) == ([], []) and state.waits
+    assert stores.orders(full) == ([], []) and state.to_offer_again
     stores.slots_pinned = 0
     again = CachedRequests(["r"], set(), [([3], [7])], [8])
     (job,), _ = stores.orders(requests.begin_step(Step([], {"r": 4}, again)))
     assert [item.source for item in job.items] == [1, 2, 6, 3, 7]
-    assert not state.waits
+    assert not state.to_offer_again
 
 
 def test_what_had_no_room_is_offered_again_as_far_as_it_is_computed_again(clock: Clock) -> None:
@@ -216,15 +216,15 @@ def test_a_tier_that_opens_is_offered_what_was_computed_before_and_one_that_fail
     tier, stores = stores_of(requests, clock, slots=16, opens=False)
     state = requests.of(FakeRequest("r", block_hashes=[b"a", b"b"]))
     step = requests.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2],))))
-    assert stores.orders(step) == ([], []) and state.waits
+    assert stores.orders(step) == ([], []) and state.to_offer_again
     tier.opened(OpenTier(Empty(), SlotPool(16), block_bytes=1))
     answer = CachedRequests(["r"], set(), [None], [8])
     (job,), _ = stores.orders(requests.begin_step(Step([], {"r": 1}, answer)))
-    assert [item.source for item in job.items] == [1, 2] and not state.waits
+    assert [item.source for item in job.items] == [1, 2] and not state.to_offer_again
     tier.failed("its worker is gone")
     state = requests.of(FakeRequest("s", block_hashes=[b"c", b"d"]))
     step = requests.begin_step(FakeStep({"s": 8}, FakeNewRequest("s", 0, ([3, 4],))))
-    assert stores.orders(step) == ([], []) and not state.waits
+    assert stores.orders(step) == ([], []) and not state.to_offer_again
 
 
 @pytest.mark.parametrize("promote", [True, False])

@@ -23,7 +23,7 @@ from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.choice import Choice
 from tiers.connector.policy.request_state import RequestState
-from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
+from tiers.connector.scheduler.lookups import HeldLog, Lookup, LookupPace
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.contract.block_groups import GROUP_BYTES
@@ -32,7 +32,7 @@ from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import (
     JobResult,
     OffloadingWorkerMetadata,
-    PromptPart,
+    PromptPlace,
     StoreJob,
     WorkerHandshake,
 )
@@ -524,13 +524,13 @@ def test_a_job_has_an_eighth_of_what_may_be_in_flight() -> None:
 def test_a_store_that_packs_prompts_has_a_job_for_each() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
-    manager.part = PromptPart
+    manager.place = PromptPlace
     prompts = [Prompt(number, BLOCKS) for number in range(3)]
     together, alone = _begin(halves, prompts, blocks=2)
     assert [len(job.items) for job in together] == [6]
     for prompt, job in zip(prompts, alone, strict=True):
-        assert [item.key for item in job.items] == job.part.keys[:2]
-        assert job.part.keys[0].startswith(prompt.block_hashes[0])
+        assert [item.key for item in job.items] == job.place.keys[:2]
+        assert job.place.keys[0].startswith(prompt.block_hashes[0])
 
 
 def test_what_found_no_room_is_offered_again_in_a_step_that_completes_nothing() -> None:
@@ -563,7 +563,7 @@ def test_what_waited_for_room_until_its_tier_was_down_is_lost() -> None:
     halves.hear([OffloadingWorkerMetadata(), _ended(job)])
     assert _answer(halves, prompt, 3 * TOKENS + 1)[1] == []
     assert tier.stats.data["index"]["store_dropped_down"] == 1, "as many as there is room for"
-    assert +tier.admission.acceptance.lost == {"store_dropped_inflight": 2}
+    assert +tier.admission.acceptance._lost == {"store_dropped_inflight": 2}
     tier.update({0: HEALTHY})
     halves.index.names |= halves._names([prompt.block_hashes[2] + bytes(GROUP_BYTES)])
     assert _answer(halves, prompt, 3 * TOKENS + 2, TOKENS - 2)[1] == [], "behind what is lost"
@@ -748,7 +748,7 @@ def test_a_tier_that_never_opens_costs_an_answer_nothing() -> None:
 
 
 def test_changes_beyond_what_is_kept_are_looked_up() -> None:
-    changes, answers = Changes(), Lookup()
+    changes, answers = HeldLog(), Lookup()
     keys = [number.to_bytes(2, "big") for number in range(10)]
     held = dict.fromkeys(keys, False)
 
@@ -763,9 +763,9 @@ def test_changes_beyond_what_is_kept_are_looked_up() -> None:
     assert take() == [False] * 3 + [True] + [False] * 6
     held[keys[4]] = True
     changes.note(keys[4], held=True)
-    for number in range(3 * Changes.LIMIT):
+    for number in range(3 * HeldLog.LIMIT):
         changes.note(b"other %d" % number, held=True)
-    assert kept(changes) <= 2 * 3 * Changes.LIMIT
+    assert kept(changes) <= 2 * 3 * HeldLog.LIMIT
     assert take() == [False] * 3 + [True] * 2 + [False] * 5
     held[keys[4]] = False
     changes.forget()

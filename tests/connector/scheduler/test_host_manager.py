@@ -247,7 +247,7 @@ def test_a_block_that_was_damaged_is_stored_anew_while_its_slot_is_still_read() 
 
 def test_a_reset_while_a_block_moves_leaves_nothing() -> None:
     pool, manager, moves = moving()
-    assert [*manager.reset()] == [key(1)]
+    manager.reset()
     manager.moved(moves, ())
     manager.shrink(64)
     assert pool.in_use == 0 and pool.find_all([key(1)]) == [None]
@@ -259,9 +259,9 @@ def test_a_reset_gives_slots_back_a_few_in_a_step_or_where_one_is_needed() -> No
     manager = filled(pool, blocks)
     manager._on_evict = evicted.append
     (loading,) = manager.prepare_load([key(5)])
-    assert {*manager.reset()} == {*map(key, range(blocks))}
+    manager.reset()
     assert pool.in_use == blocks, "none is given back in this call"
-    assert manager.slots_kept() == 0 and not [*manager.reset()]
+    assert manager.slots_kept() == 0
     assert manager.coverage(Lookup(), [key(7)], range(1)) == [False]
     manager.discard(key(7))
     assert pool.claim(b"new") == (0, True), "the first gives its slot"

@@ -18,7 +18,8 @@ from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
-from tiers.connector.scheduler.lookups import Lookup, LookupQueue
+from tiers.connector.scheduler.lookup_queue import LookupQueue
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation

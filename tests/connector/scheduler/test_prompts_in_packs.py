@@ -11,7 +11,7 @@ from tests.support.clock import wait_for
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
-from tiers.contract.messages import NO_PART
+from tiers.contract.messages import NO_PLACE
 from tiers.store import Block, TierStore
 from tiers.wrappers.guard import Guarded
 
@@ -113,7 +113,7 @@ def test_a_look_up_begins_with_a_group_and_counts_what_all_ranks_have(
 
 
 def test_a_job_says_where_its_blocks_are(manager: StoreManager) -> None:
-    part = manager.part(KEYS, [6, 7, 9])
+    part = manager.place(KEYS, [6, 7, 9])
     assert part.keys == KEYS[4:10] and list(part.places) == [2, 3, 5] and part.group == 4
     (first, *_) = part.prefixes(SPACES[0], 3)
     assert first is not None
@@ -133,7 +133,7 @@ def test_of_several_parts_each_that_is_in_order_is_a_prompt_and_windows_are_aske
             [space + key for key in KEYS[part::3][4:]] for part in (0, 2) for space in SPACES
         ]
         assert store.asked_alone == [space + KEYS[at] for space in SPACES for at in (13, 16)]
-        part = made.part(KEYS, [15, 16, 20])
+        part = made.place(KEYS, [15, 16, 20])
         assert part.keys == KEYS[12:21] and list(part.places) == [3, 4, 8]
         first, window, last = part.prefixes(SPACES[0], 3)
     assert window is None and first is not None and last is not None
@@ -155,7 +155,7 @@ def test_windows_are_prompts_of_their_own_and_states_are_asked_for_one_by_one() 
         assert found == [True, True, False, True, False, True, *[False] * 6]
         assert store.asked_for_windows == [[space + KEYS[13], space + KEYS[16]] for space in SPACES]
         assert store.asked_alone == [space + KEYS[at] for space in SPACES for at in (14, 17)]
-        part = made.part(KEYS, [15, 16, 17])
+        part = made.place(KEYS, [15, 16, 17])
     first, window, state = part.prefixes(SPACES[0], 3)
     assert first is not None and window is not None and state is None
     assert (window.keys[window.at], window.at) == (SPACES[0] + KEYS[16], 1)
@@ -201,14 +201,14 @@ def test_a_model_of_windows_alone_has_prompts_of_them() -> None:
     old = Packing()
     with closing(_manager(old, *kinds)) as made:
         assert _covered(made, range(4, 7)) == [False] * 3
-        assert made.part(KEYS, [5]) == NO_PART
+        assert made.place(KEYS, [5]) == NO_PLACE
 
 
 def test_others_are_asked_for_each_block_and_told_nothing(store: Packing) -> None:
     with closing(_manager(store, ())) as of_several_groups:
         assert _covered(of_several_groups, range(2)) == [False, False]
-        assert of_several_groups.part(KEYS, [1]) == NO_PART
+        assert of_several_groups.place(KEYS, [1]) == NO_PLACE
     with closing(_manager(Plain(), (True,))) as plain:
         assert _covered(plain, range(2)) == [False, False]
-        assert plain.part(KEYS, [1]) == NO_PART
+        assert plain.place(KEYS, [1]) == NO_PLACE
     assert not store.asked

@@ -20,8 +20,8 @@ from tiers.connector.worker.namespace_notes import (
     GENERATIONS,
     NamespaceNotes,
     _mark,
-    describe,
     logger,
+    note_of,
 )
 from tiers.disk.spec import DiskSpec
 from tiers.remote.object_spec import ObjectSpec
@@ -74,11 +74,11 @@ def test_a_folder_with_kv_of_another_tensor_parallel_size_is_named_with_the_cost
     caplog.set_level(logging.WARNING)
     spec = DiskSpec(path=tmp_path, capacity=1 << 20)
     spec.open(StoreContext(4096)).close()
-    of_two = describe({}, "org/model", 16, 40960, ranks=2)
+    of_two = note_of({}, "org/model", 16, 40960, ranks=2)
     assert of_two.revision == KV_REVISION
     NamespaceNotes(spec, of_two).keep(bytes(16), lasts=True)
     assert not logged(caplog)
-    mine = NamespaceNotes(spec, describe({}, model, 16, 81920, rank, ranks))
+    mine = NamespaceNotes(spec, note_of({}, model, 16, 81920, rank, ranks))
     mine.keep(b"1" * 16, lasts=True)
     mine.keep(b"2" * 16, lasts=False)  # a generation's
     said = logged(caplog)
@@ -96,7 +96,7 @@ def test_of_a_shared_tier_engines_of_other_sizes_are_named_too(
 
     def said(model: str, ranks: int, number: int) -> list[str]:
         caplog.clear()
-        note = describe({}, model, 16, 81920 // ranks, ranks=ranks)
+        note = note_of({}, model, 16, 81920 // ranks, ranks=ranks)
         NamespaceNotes(shared_tier, note).keep(bytes([number]) * 16, lasts=True)
         return logged(caplog)
 
@@ -114,7 +114,7 @@ def test_an_engine_whose_weights_change_often_leaves_few_notes(tmp_path: Path) -
     """They lie beside the tier's capacity, and for ever."""
     spec = DiskSpec(path=tmp_path, capacity=1 << 20)
     spec.open(StoreContext(4096)).close()
-    notes = NamespaceNotes(spec, describe({}, "org/model", 16, 40960))
+    notes = NamespaceNotes(spec, note_of({}, "org/model", 16, 40960))
     spaces = [bytes([number]) * 16 for number in range(GENERATIONS + 5)]
     notes.keep(bytes(15) + b"x", lasts=True)
     for space in spaces:
@@ -132,7 +132,7 @@ def test_an_engine_whose_weights_change_often_remembers_few(
     spec.open(StoreContext(4096)).close()
     if not has_records:
         monkeypatch.setattr(DiskSpec, "records", lambda spec: None)
-    notes = NamespaceNotes(spec, describe({}, "org/model", 16, 40960))
+    notes = NamespaceNotes(spec, note_of({}, "org/model", 16, 40960))
     for number in range(GENERATIONS + 5):
         notes.begin(bytes([number]) * 16, lasts=False)
         wait_until(lambda: notes._last is not None and notes._last.done())
@@ -147,7 +147,7 @@ def test_of_an_encrypted_tier_nothing_is_noted(
     key.write_text(secrets.token_hex(32))
     hidden = shared_tier.model_copy(update={"encryption": EncryptionSpec(key_file=key)})
     for ranks in (1, 2):
-        note = describe({}, "org/model", 16, 81920, ranks=ranks)
+        note = note_of({}, "org/model", 16, 81920, ranks=ranks)
         notes = NamespaceNotes(hidden, note)
         notes.keep(bytes([ranks]) * 16, lasts=True)
         notes.begin(bytes([ranks]) * 16, lasts=True)
@@ -162,7 +162,7 @@ def test_a_mark_of_a_server_outlives_a_block_since_its_engine_may(
     shared_server: RedisServer,
 ) -> None:
     spec = redis(shared_server).model_copy(update={"ttl": 60.0})
-    NamespaceNotes(spec, describe({}, "org/model", 16, 81920)).keep(bytes(16), lasts=True)
+    NamespaceNotes(spec, note_of({}, "org/model", 16, 81920)).keep(bytes(16), lasts=True)
     with shared_server.client() as client:
         lives = {name: client.ttl(name) for name in client.keys(f"{spec.key_prefix}:*")}
     assert len(lives) == 2
@@ -170,7 +170,7 @@ def test_a_mark_of_a_server_outlives_a_block_since_its_engine_may(
 
 
 def test_a_mark_of_a_directory_is_used_by_each_start(tmp_path: Path) -> None:
-    spec, note = SharedSpec(path=tmp_path), describe({}, "org/model", 16, 81920)
+    spec, note = SharedSpec(path=tmp_path), note_of({}, "org/model", 16, 81920)
     NamespaceNotes(spec, note).keep(bytes(16), lasts=True)
     (mark,) = (path for path in tmp_path.rglob("*") if path.is_file())
     os.utime(mark, (1, 1))
@@ -189,7 +189,7 @@ def test_a_note_that_went_is_kept_anew(
     caplog.set_level(logging.INFO)
     spec = redis(shared_server)
     name = f"{spec.key_prefix}:namespace:{bytes(16).hex()}"
-    notes = NamespaceNotes(spec, describe({}, "org/model", 16, 81920))
+    notes = NamespaceNotes(spec, note_of({}, "org/model", 16, 81920))
     with shared_server.client() as client:
         notes.begin(bytes(16), lasts)
         wait_until(lambda: client.exists(name) == 1)
@@ -229,7 +229,7 @@ def test_a_slow_bucket_is_asked_for_several_marks_at_once() -> None:
 
 def test_marks_are_no_records_of_a_tool(shared_server: RedisServer) -> None:
     spec = redis(shared_server)
-    note = describe({}, "org/model", 16, 81920)
+    note = note_of({}, "org/model", 16, 81920)
     NamespaceNotes(spec, note).keep(b"5" * 16, lasts=True)
     records = spec.records()
     with closing(records):

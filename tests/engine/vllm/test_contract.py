@@ -457,12 +457,13 @@ def test_listeners_hear_once_that_weights_changed() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared
 
     from spec.chain import EventsSpec
-    from tiers.connector.multi.multi_scheduler import MultiScheduler
+    from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+    from tiers.connector.policy.request_state import RequestTable
     from tiers.engine.vllm import SchedulerHalf
     from tiers.engine.vllm_events import AsVllm, GroupKind
 
     connector = object.__new__(SchedulerHalf)
-    MultiScheduler.__init__(connector, [])
+    MultiScheduler.__init__(connector, [], MultiSettings(RequestTable.of_connectors(4)))
     connector._as_vllm = AsVllm(EventsSpec(), [GroupKind("full_attention")])
     assert list(connector.take_events()) == []
     connector.weights_changed()

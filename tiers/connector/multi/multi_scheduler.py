@@ -61,18 +61,17 @@ Finished = tuple[bool, dict[str, Any] | None]
 class MultiSettings:
     """How a `MultiScheduler` chooses who loads.
 
-    `load_policy`: unless a chain says so. `requests`: those of the chain, which its tiers use, too.
-    None: the children are connectors of the engine, with blocks of `block_tokens`. `now`: seconds,
-    never going back. `observers`: hear of every request. `explainer`: notes why each request is
-    served as it is. `rebuilder`: has the chain, and changes it while the engine runs; None: there
-    is none. `wake`: has an engine that idles make a step. `following`: places of connectors that
-    can load what is behind the prefix that others load. `as_computed`: blocks of which so many
-    leading ones look computed, as these are shown them.
+    `requests`: those of the chain, which its tiers use, too, or of a list of connectors.
+    `load_policy`: unless a chain says so. `now`: seconds, never going back. `observers`: hear of
+    every request. `explainer`: notes why each request is served as it is. `rebuilder`: has the
+    chain, and changes it while the engine runs; None: there is none. `wake`: has an engine that
+    idles make a step. `following`: places of connectors that can load what is behind the prefix
+    that others load. `as_computed`: blocks of which so many leading ones look computed, as these
+    are shown them.
     """
 
+    requests: RequestTable
     load_policy: LoadPolicy = "first"
-    block_tokens: int = 1
-    requests: RequestTable | None = None
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
     explainer: Explanations = field(default_factory=Explanations)
@@ -91,22 +90,18 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def __init__(
         self,
         children: Sequence[SchedulerConnector],
+        settings: MultiSettings,
         names: Sequence[str] | None = None,
         chain: str = "",
-        settings: MultiSettings = MultiSettings(),
     ) -> None:
         """`names` and `chain`: see `MultiConnector`."""
         MultiConnector.__init__(self, children, names, chain)
-        requests = settings.requests
-        if requests is None:
-            size = settings.block_tokens
-            requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
-        self._requests, self._block_tokens = requests, requests.engine.block_tokens
+        self._requests = requests = settings.requests
+        self._block_tokens = requests.engine.block_tokens
         self._now = now = settings.now
         self._reports_cached = False
         self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
-        costs = {index: loader.load_cost for index, loader in self._loaders.items()}
-        self._comparison = Comparison(self._block_tokens, costs, now)
+        self._comparison = Comparison(self._block_tokens, {}, now)
         self._prefill = self._comparison.prefill
         self._chooser = Chooser(
             self.children,
@@ -130,8 +125,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.changes: Changes | None = None
         """The changes of its chain; None: it lists connectors, or can't change."""
         if settings.rebuilder is not None:
-            ranks = requests.engine.world_size
-            args = settings.rebuilder, ranks, settings.wake, now
+            args = settings.rebuilder, requests.engine.world_size, settings.wake, now
             self.changes = Changes(self, self.take_up, *args)
             self.take_up(settings.rebuilder.chain, range(len(self.children)))
         self._observers = settings.observers
@@ -224,7 +218,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     ) -> None:
         """Serving children load; the others learn of the blocks, so that they can store them."""
         request_state = self._requests.allocated(request, blocks)
-        choice = request_state.choice
+        choice, count = request_state.choice, num_external_tokens // self._block_tokens
         if request_state.is_undecided:
             # Engines call again, with no tokens, when a load beside the steps has ended.
             request_state.is_undecided = False
@@ -233,12 +227,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             loads = not choice.tokens or num_external_tokens > 0
             self._chooser.decided(request_state, choice if loads else NO_LOAD)
             first = choice.computed // self._block_tokens
-            request_state.loads = range(first, first + num_external_tokens // self._block_tokens)
+            request_state.load_range = range(first, first + count)
             in_step = num_external_tokens > 0 and not choice.is_async
             self._doubts.allocated(request_state, choice.computed, in_step)
         elif not request_state.is_asked:  # a list that this chain is in takes all from another
             self._doubts.judge(request_state, 0)
-        shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
+        shares = clip(choice.shares or {}, count)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         for index in serving if num_external_tokens else ():
             self._chooser.loads(request_state, index)
@@ -335,7 +329,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if each := self._prefill.seconds_per_token:
             self._requests.tenants.prefill_token_seconds = each
             for loader in self._loaders.values():
-                loader.note(prefill_tokens_per_second=1 / each)
+                loader.count(prefill_tokens_per_second=1 / each)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its metadata only, and restore the output."""
@@ -345,7 +339,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._note_prefill_rate()
         if self._doubts and number is not None:
             self._doubts.heard(number, connector_output.invalid_block_ids)
-        self._requests.arrived(connector_output.finished_recving or ())
+        self._requests.loads_arrived(connector_output.finished_recving or ())
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.
@@ -394,12 +388,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def take_up(self, chain: ChainSpec, places: Sequence[int]) -> None:
         """Load as the chain says, from the children of these places alone, in this order."""
-        self._chooser.use_policy(chain.load_policy)
         self._comparison.always = chain.load_when == "always"
         self._reports_cached = chain.report_cached_tokens
         order = [i for i, tier in zip(places, chain.tiers, strict=True) if tier.may_load]
-        self._comparison.meters = {i: self._loaders[i].load_cost for i in order}
-        self._chooser.follow(self.children, self.names, order)
+        self._chooser.follow(self.children, self.names, order, chain.load_policy)
 
     def _choice_of(self, request: Request) -> Choice:
         request_state = self._requests.get(request)

@@ -21,7 +21,7 @@ class BlockLoader(Explained, Protocol):
     def load_cost(self) -> LoadCost:
         """What is known of its loads."""
 
-    def note(self, **measures: float) -> None:
+    def count(self, **measures: float) -> None:
         """Add to its stats what the policy counts and measures."""
 
     def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:

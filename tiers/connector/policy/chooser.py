@@ -99,12 +99,11 @@ class Chooser:
         waits: LookupLatency,
         following: Collection[int] = (),
     ) -> None:
-        """`comparison`: of all children that are measured. `waits`: of their lookups."""
+        """`comparison`: of those of our children that may load. `waits`: of their lookups."""
         self._following = following
         self._comparison = comparison
         self._waits = waits
-        self.follow(children, names, range(len(children)))
-        self.use_policy(load)
+        self.follow(children, names, range(len(children)), load)
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
@@ -119,21 +118,24 @@ class Chooser:
 
     # -- changes of the chain ----------------------------------------------------------------
 
-    def use_policy(self, load: LoadPolicy) -> None:
-        stitches = self._stitch if self._loaders else self._piecewise
-        self._apply_policy = stitches if load == "stitched" else self._one_child
-        self._takes_first = load == "first"
-        self._comparison.shares = load == "stitched"
-
     def follow(
-        self, children: Sequence[SchedulerConnector], names: Sequence[str], order: Sequence[int]
+        self,
+        children: Sequence[SchedulerConnector],
+        names: Sequence[str],
+        order: Sequence[int],
+        load: LoadPolicy,
     ) -> None:
-        """Choose among the children of these places alone, in this order. What was planned so far
-        stays as it is."""
+        """Choose among the children of these places alone, in this order, as this policy does. What
+        was planned so far stays as it is."""
         self._children = tuple(zip(names, children, strict=True))
         self._order = tuple(order)
         """The places of the children that may load, in load priority."""
         self._loaders = {i: c for i in order if isinstance(c := children[i], BlockLoader)}
+        self._comparison.meters = {i: loader.load_cost for i, loader in self._loaders.items()}
+        self._comparison.shares = load == "stitched"
+        stitches = self._stitch if self._loaders else self._piecewise
+        self._apply_policy = stitches if load == "stitched" else self._one_child
+        self._takes_first = load == "first"
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class Chooser:
             return
         for index in self._loaders.keys() & choice.passed.keys():
             if counter := COUNTED.get(choice.passed[index]):
-                self._loaders[index].note(**{counter: 1})
+                self._loaders[index].count(**{counter: 1})
 
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.

@@ -27,9 +27,9 @@ themselves to, and the hash of the first block."""
 class LoadSharing:
     """The loads in flight of a chain, and who waits for which; used by the scheduler's thread.
 
-    `RequestState.load` has the blocks that a request loads, by the engine's hashes, each of which
-    covers all before it; `RequestState.awaits` the request whose load it waits for. Costs the same
-    for each request, however many load or wait.
+    `RequestState.loading` has the blocks that a request loads, by the engine's hashes, each of
+    which covers all before it; `RequestState.awaits` the request whose load it waits for. Costs the
+    same for each request, however many load or wait.
     """
 
     def __init__(self, engine: EngineInfo) -> None:
@@ -69,8 +69,8 @@ class LoadSharing:
         # requests that came together some have looked up for longer than others.
         if loader.wait_budget.left() > request_state.wait_budget.left() + LOOKUP_SECONDS:
             return False
-        shared = self._shared(request, range(start, stop), loader.load)
-        if 2 * shared < max(tokens // self._size, len(loader.load)):
+        shared = self._shared(request, range(start, stop), loader.loading)
+        if 2 * shared < max(tokens // self._size, len(loader.loading)):
             return False
         # Whoever loads does not wait for another.
         self.ends(request_state)
@@ -94,18 +94,18 @@ class LoadSharing:
         blocks = range(computed // self._size, (computed + tokens) // self._size)
         self.ends(request_state)
         step, hashes = self._step, request_state.request.block_hashes
-        request_state.load = hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
-        self._loaders[_load(request_state, request_state.load[0])] = request_state
+        request_state.loading = hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
+        self._loaders[_load(request_state, request_state.loading[0])] = request_state
 
     def _hash(self, request: Request, block: int) -> bytes:
         return request.block_hashes[(block + 1) * self._step - 1]
 
     def ends(self, request_state: RequestState) -> None:
         """The request loads no more, or has finished."""
-        load = _load(request_state, request_state.load[0] if request_state.load else b"")
+        load = _load(request_state, request_state.loading[0] if request_state.loading else b"")
         if self._loaders.get(load) is request_state:
             del self._loaders[load]
-        request_state.load, request_state.awaits = (), None
+        request_state.loading, request_state.awaits = (), None
 
 
 def _load(request_state: RequestState, first: bytes) -> _Load:

@@ -54,11 +54,11 @@ class RequestState:
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
     which of them. `sent`: what names the weights of a part of its KV that another node sent for it
     or for others; it `awaits_weights` while it is not known yet whether they are its own, and none
-    may be stored. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
-    neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
-    `junction`: the block before which it had all but windows in common with what tiers held.
-    `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
-    all parts of its full blocks, as far as they are made, block by block. `tables`: its
+    may be stored. `load_range`: blocks that tiers load for it; `omitted`: blocks not to be stored,
+    since neither this engine computes them for it nor tiers load them. `hints`: on its prompt's
+    blocks. `junction`: the block before which it had all but windows in common with what tiers
+    held. `pieces`: where several connectors load it, the paged blocks of each, by its place.
+    `keys`: of all parts of its full blocks, as far as they are made, block by block. `tables`: its
     blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
     step has run; 0 while it may be loading. `complete`: as of `Scheduled`. `is_outdated`: a reset
     came after some of its blocks were computed.
@@ -66,13 +66,13 @@ class RequestState:
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, each with what tiers
     look for yet, valid while `versions` are unchanged. `foreign_loaders`: the engine's own
-    connectors that load it; `failed`: those that left it nothing. `load`, `awaits`: see
+    connectors that load it; `failed`: those that left it nothing. `loading`, `awaits`: see
     `LoadSharing`. `next_step`: blocks that it needs behind what it loads, until that step runs (see
     `LoadRoom`). `lacks_room`: whether it found a load when the tiers were asked last, and no room.
     `prompt_tokens`: known before it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps
-    of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded. `waits`: the
-    tiers that could not take some of its blocks, which they are offered again. `in_vain`: tiers
-    loaded it, and that brought nothing.
+    of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded.
+    `to_offer_again`: the tiers that could not take some of its blocks, which they are offered
+    again. `in_vain`: tiers loaded it, and that brought nothing.
     """
 
     request: Request
@@ -87,7 +87,7 @@ class RequestState:
     is_asked: bool = False
     in_doubt: bool = False
     is_beside: bool = False
-    loads: range = NO_BLOCKS
+    load_range: range = NO_BLOCKS
     pieces: dict[int, list[int]] = field(default_factory=dict)
     omitted: tuple[range, ...] = ()
     junction: int = 0
@@ -105,7 +105,7 @@ class RequestState:
     has_begun: bool = False
     foreign_loaders: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
-    load: Sequence[bytes] = ()
+    loading: Sequence[bytes] = ()
     awaits: RequestState | None = None
     next_step: int = 0
     lacks_room: bool = False
@@ -113,7 +113,7 @@ class RequestState:
     looking: dict[int, float] = field(default_factory=dict)
     tiers: dict[object, Any] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
-    waits: set[object] = field(default_factory=set)
+    to_offer_again: set[object] = field(default_factory=set)
     in_vain: bool = False
 
     def given(self, tables: Iterable[Iterable[int]]) -> None:
@@ -211,6 +211,11 @@ class RequestTable:
         self._named = RecentDict[str, str](MOST_NODES, math.inf, now)
         """By what stands for another node, with an adapter: the first name of those weights."""
         self._others = RepeatedLog(logger, "chain", "requests came with KV of other weights")
+
+    @classmethod
+    def of_connectors(cls, block_tokens: int) -> RequestTable:
+        """The requests of a list of the engine's connectors, which has no tier of its own."""
+        return cls(EngineInfo({}, block_tokens, block_tokens, 0, caches_prefixes=False))
 
     def know_weights(self, weights: str) -> None:
         """A shared tier's workers know what names the engine's weights; empty: not yet."""
@@ -424,7 +429,7 @@ class RequestTable:
         self._allocated.update(*request_state.tables)
         return request_state
 
-    def arrived(self, finished: Iterable[str]) -> None:
+    def loads_arrived(self, finished: Iterable[str]) -> None:
         """The loads of these requests beside the steps have ended."""
         for request_id in finished:
             if (request_state := self._states.get(request_id)) is not None:
@@ -478,7 +483,7 @@ class RequestTable:
             if (
                 after // tokens != request_state.complete
                 or before < request_state.prompt_tokens
-                or request_state.waits
+                or request_state.to_offer_again
                 or self._computed_since is not None
             ):
                 left = states.get(request_id, ())
@@ -526,7 +531,7 @@ class RequestTable:
         have loaded."""
         # Of a prompt that was loaded whole the engine computes the last token once more.
         stop = (before + 1) // self.engine.block_tokens
-        loads = request_state.loads
+        loads = request_state.load_range
         parts = (range(min(loads.start, stop)), range(loads.stop, stop))
         return tuple(filter(None, parts))
 

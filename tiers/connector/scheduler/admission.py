@@ -196,8 +196,9 @@ class AcceptanceMonitor:
         self._since: float | None = None
         self._quiet_until = 0.0
         self._offered = 0
-        self.lost: Counter[str] = Counter()
-        """Blocks that were not stored, by the names of their counters."""
+        self._lost: Counter[str] = Counter()
+        """Blocks that were not stored, by the names of their counters; below 0 where those of an
+        earlier minute have found room."""
 
     def offered(self, taken: int, refused: Iterable[str]) -> None:
         """`taken` new blocks, and others `refused`, of each the name of its counter."""
@@ -206,17 +207,25 @@ class AcceptanceMonitor:
             self._since = self._now()
             self._quiet_until = max(self._quiet_until, self._since)
         self._offered += taken + len(lost)
-        self.lost.update(lost)
+        self._lost.update(lost)
+
+    def found_room(self, reasons: Iterable[str]) -> None:
+        """Blocks that were refused, each for one of these, are stored now."""
+        self._lost.subtract(reasons)
+
+    def failed(self, blocks: int) -> None:
+        """Blocks that were taken are not stored."""
+        self._lost["store_failures"] += blocks
 
     def look(self) -> None:
         """Log it, when the time is over, if the tier took under half."""
         now = self._now()
         if self._since is None or now < self._since + WINDOW_SECONDS:
             return
-        lost = sum((+self.lost).values())  # below 0: an earlier minute's have found room
+        lost = sum((+self._lost).values())
         if now >= self._quiet_until and lost >= FEWEST_LOST and 2 * lost > self._offered:
             self._quiet_until = now + QUIET_SECONDS
-            (reason, _), *_ = self.lost.most_common(1)
+            (reason, _), *_ = self._lost.most_common(1)
             logger.warning(
                 "tier %r took %d of the %d blocks that it was offered in %.0f s: %s",
                 log_name(self.spec),
@@ -226,7 +235,7 @@ class AcceptanceMonitor:
                 self._remedy(reason),
             )
         self._since, self._offered = None, 0
-        self.lost.clear()
+        self._lost.clear()
 
     def _remedy(self, reason: str) -> str:
         store = self.spec if isinstance(self.spec, StoreSpec) else None

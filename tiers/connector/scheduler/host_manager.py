@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
+from tiers.connector.scheduler.lookups import HeldLog, Lookup, LookupPace
 from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.contract.messages import SlotMove
 from tiers.cpu.residency import SlotResidency
@@ -21,7 +21,7 @@ TRIMMED = 256
 class HostManager(TierManager):
     """A tier whose blocks stay in the host pool, each evicted before its predecessor."""
 
-    completes_on_gather = True
+    in_host_memory = True
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class HostManager(TierManager):
         """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency
         self._pool = pool
-        self._changes = Changes()
+        self._changes = HeldLog()
         self._on_evict = on_evict
         self._pinned: dict[bytes, int] = {}
         self._max_blocks = pool.num_slots
@@ -134,16 +134,11 @@ class HostManager(TierManager):
             self._pool.forget(slot)
         self._changes.note(key, held=False)
 
-    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
-        """Stop keeping these blocks; of an older generation none is kept."""
-        for key in keys:
-            self.discard(key)
-
-    def reset(self) -> Iterable[bytes]:
+    def reset(self) -> None:
         """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()
         self.unpin([*self._pinned])
-        return self._residency.outdate()
+        self._residency.outdate()
 
     # -- another size ------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.scheduler.tier import TierRequest
-from tiers.contract.messages import NO_PART, JobResult, LoadJob, MoveJob, PromptPart, StoreJob
+from tiers.contract.messages import NO_PLACE, JobResult, LoadJob, MoveJob, PromptPlace, StoreJob
 
 
 @dataclass
@@ -58,10 +58,10 @@ class PendingStore:
     shares: list[StoreShare] = field(default_factory=list)
     result: JobResult = field(default_factory=JobResult)
 
-    def takes(self, blocks: int, adapter: bytes, part: PromptPart, most: int) -> bool:
+    def takes(self, blocks: int, adapter: bytes, place: PromptPlace, most: int) -> bool:
         """Whether another request's blocks may be stored by the same job, of `most` at most."""
         job = self.job
-        is_alike = job.adapter == adapter and job.part is part is NO_PART
+        is_alike = job.adapter == adapter and job.place is place is NO_PLACE
         return is_alike and len(job.items) + blocks <= most
 
 

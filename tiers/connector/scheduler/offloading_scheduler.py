@@ -222,7 +222,7 @@ class OffloadingScheduler(SchedulerConnector):
         """All: a load brings whatever the engine has a place for."""
         return tuple(range(len(self._requests.engine.kv_groups)))
 
-    def note(self, **measures: float | list[float]) -> None:
+    def count(self, **measures: float | list[float]) -> None:
         self._tier.count(**measures)
 
     def get_kv_connector_stats(self) -> TierStats | None:
@@ -238,7 +238,7 @@ class OffloadingScheduler(SchedulerConnector):
         gauges |= {
             "capacity_bytes": float(capacity),
             "used_bytes": float(used),
-            "shared": float(not manager.completes_on_gather),
+            "shared": float(not manager.in_host_memory),
             "retained_blocks": float(len(self._hints)),
         }
         # A log line of anything reports also how the tier does.
@@ -251,7 +251,7 @@ class OffloadingScheduler(SchedulerConnector):
     def has_pending_push_work(self) -> bool:
         """Whether only a step can report the end of a transfer that will end soon, how the tier
         opened, or events of before a restart."""
-        ends_soon = self.manager.completes_on_gather or self._jobs.any_loading
+        ends_soon = self.manager.in_host_memory or self._jobs.any_loading
         has_news = self._is_news or self._tier.kv_events.is_announcing or self.manager.is_shrinking
         is_warming = self._warming is not None and self._warming.waits
         return (bool(self._jobs) and ends_soon) or has_news or is_warming
@@ -342,11 +342,11 @@ class OffloadingScheduler(SchedulerConnector):
         # Within what the request may still wait, and what the load is worth.
         seconds = min(request_state.wait_budget.left(), request_state.choice.within)
         name, tag = request_state.request.request_id, self._requests.generation.tag
-        part = self.manager.part(request_state.keys, numbers)
-        first = (
-            request_state.tables[0][request_state.loads.start] if shared.all_or_nothing else None
-        )
-        job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, part, first)
+        place = self.manager.place(request_state.keys, numbers)
+        first = None
+        if shared.all_or_nothing:
+            first = request_state.tables[0][request_state.load_range.start]
+        job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, place, first)
         size = len(self._requests.groups)
         of_block = [number // size for number in numbers] if size > 1 else numbers
         self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared))
@@ -383,12 +383,12 @@ class OffloadingScheduler(SchedulerConnector):
             is_hit = bool(blocks) and not tier_request.hit
             if is_lookup or blocks:
                 tokens = self._tokens(blocks)
-                self.note(lookups=int(is_lookup), hits=int(is_hit), hit_tokens=tokens)
+                self.count(lookups=int(is_lookup), hits=int(is_hit), hit_tokens=tokens)
                 tenant = tenant_of(tier_request.request_state.request)
                 self._requests.tenants.count(tenant, tenant_hit_tokens=tokens)
             if is_lookup:
                 times = lookup.timer.times
-                self.note(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
+                self.count(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
             tier_request.looked_up |= is_lookup
             tier_request.hit |= is_hit
         lookup.timer.begin()
@@ -402,7 +402,7 @@ class OffloadingScheduler(SchedulerConnector):
         # Of a worker that was stopped meanwhile it may be hours, of which the tier took no more.
         seconds = min(result.seconds, job.seconds)
         self.load_cost.ended(job.job_id, seconds, not failed, arrived, excused)
-        self.note(**self.load_cost.gauges())
+        self.count(**self.load_cost.gauges())
         self.manager.complete_load([i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(result.lost)]
         self.manager.loaded(len(result.failed) < len(job.items), lost)
@@ -430,7 +430,7 @@ class OffloadingScheduler(SchedulerConnector):
         tokens, request = self._tokens(blocks), request_state.request
         # As the engine counts what it had cached of a prompt: when that begins first.
         again = bool(getattr(request, "num_preemptions", 0))
-        self.note(**{"reloaded_tokens" if again else "loaded_tokens": tokens})
+        self.count(**{"reloaded_tokens" if again else "loaded_tokens": tokens})
         self._requests.tenants.loaded(tenant_of(request), tokens, again)
         if tokens and not again:
             request_state.cached[self._tier.name] = tokens
@@ -455,7 +455,7 @@ class OffloadingScheduler(SchedulerConnector):
             fills = self._warming.orders(idle, self._jobs.any_loading)
         one_writer = self._tier.open.one_writer
         orders = OffloadingConnectorMetadata(loads, stores, fills, flush, idle, one_writer)
-        if self.manager.completes_on_gather:
+        if self.manager.in_host_memory:
             self._shrink(orders)
         return orders
 
@@ -473,7 +473,7 @@ class OffloadingScheduler(SchedulerConnector):
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
-        self.note(**meta.measures)
+        self.count(**meta.measures)
         if meta.unusable is not None:
             self._tier.failed(meta.unusable)
         self._register_workers(meta.handshakes, in_step=True)
@@ -513,7 +513,7 @@ class OffloadingScheduler(SchedulerConnector):
         """Begin the next generation, whatever `on_reset` is."""
         self._stores.drop_last_offers()
         self._hints.forget()
-        self._tier.kv_events.lost(self.manager.reset())
+        self.manager.reset()
         self.manager.clear(self._requests.generation.renew())
 
     def request_finished_all_groups(
@@ -529,9 +529,6 @@ class OffloadingScheduler(SchedulerConnector):
             tier_request = self._tier.request(request_state)
             self._stores.request_finished(tier_request, block_ids)
             tier_request.lookup.cancel()
-            self.note(**Counter(tier_request.refused.values()))
-            # What it offers last is behind those.
-            tier_request.cut, tier_request.refused = tier_request.behind, {}
         return False, None
 
     def shutdown(self) -> None:

@@ -15,12 +15,13 @@ from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
-from tiers.connector.scheduler.lookups import AskedKeys, Changes, Lookup, LookupPace, LookupQueue
+from tiers.connector.scheduler.lookup_queue import AskedKeys, LookupQueue
+from tiers.connector.scheduler.lookups import HeldLog, Lookup, LookupPace
 from tiers.connector.scheduler.store_keys import RankKeys, VisibilityCheck
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.contract.generation import Generation
-from tiers.contract.messages import NO_PART, PromptPart
+from tiers.contract.messages import NO_PLACE, PromptPlace
 from tiers.recent import RecentDict
 from tiers.store import (
     LocalIndex,
@@ -145,7 +146,7 @@ class StoreManager(TierManager):
         self._checks, self._checked = 0.0, clock()
         self._generation = generation
         self._clock = clock
-        self._changes = Changes()
+        self._changes = HeldLog()
         self._recent = RecentDict[bytes, None](self.RECENT, self.RECENT_SECONDS, clock)
         self._absent: dict[bytes, None] = {}
         # Asked now, so that one that takes time to make is there for the first request.
@@ -181,12 +182,12 @@ class StoreManager(TierManager):
             self._packs = 0 if packs is None else packs.pack_blocks()
         return self._packs
 
-    def part(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPart:
+    def place(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPlace:
         if not numbers or not (group := self._pack_blocks):  # no window may reach a tier's part
-            return NO_PART
+            return NO_PLACE
         base = self._group_begin(min(numbers), group)
         places = [number - base for number in numbers]
-        return PromptPart(keys[base : max(numbers) + 1], places, group, self._packed)
+        return PromptPlace(keys[base : max(numbers) + 1], places, group, self._packed)
 
     def _group_begin(self, number: int, group: int) -> int:
         """The number of the first key of the group that has this one."""
@@ -366,16 +367,14 @@ class StoreManager(TierManager):
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Drop these blocks in the background, from a shared store too."""
-        for key in keys:
-            self.discard(key)
+        super().drop(keys, generation)
         self._clearing.drop(keys, generation)
 
-    def reset(self) -> list[bytes]:
+    def reset(self) -> None:
         self._changes.forget()
         self._uses.clear()
         self._recent.clear()
         self._unfound.reset()
-        return []
 
     def clear(self, generation: bytes) -> None:
         self._clearing.clear(generation)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
-from tiers.contract.messages import NO_PART, PromptPart, SlotMove
+from tiers.contract.messages import NO_PLACE, PromptPlace, SlotMove
 from tiers.store import RecentBlocks, Usage
 from tiers.wrappers.guard import HEALTHY, Health
 
@@ -24,8 +24,8 @@ class TierManager:
     scheduler's thread alone; nothing in them waits but `wait_a_moment`.
     """
 
-    completes_on_gather = False
-    """Whether stores end as soon as the slots are filled, so that the engine should step on."""
+    in_host_memory = False
+    """Whether blocks stay in the host pool: stores end as soon as their slots are filled."""
     pace = LookupPace(ranks=1)
     """How much of its index this thread looks through in one step."""
 
@@ -42,10 +42,10 @@ class TierManager:
         """`coverage` of a request is the same while this is; None: it is not known."""
         return 0
 
-    def part(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPart:
+    def place(self, keys: Sequence[bytes], numbers: Sequence[int]) -> PromptPlace:
         """Where blocks of these numbers, one at least, are in a request, of all of whose `keys`
         these are; nothing, unless the tier's store asks."""
-        return NO_PART
+        return NO_PLACE
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Pin these blocks; the slot of each that is in the host pool."""
@@ -108,14 +108,14 @@ class TierManager:
         """Note that the tier does not have this block: it failed to load."""
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
-        """Remove this engine's blocks of a generation from the tier, when there is time."""
+        """Stop keeping these blocks, and remove this engine's of a generation from the tier, when
+        there is time."""
+        for key in keys:
+            self.discard(key)
 
-    def reset(self) -> Iterable[bytes]:
-        """Forget all blocks known or kept in this process; the keys of those kept, read at once.
-
-        The caller makes other keys and other `Lookup`s from now on.
-        """
-        return []
+    def reset(self) -> None:
+        """Forget all blocks known or kept in this process. The caller makes other keys and other
+        `Lookup`s from now on."""
 
     def clear(self, generation: bytes) -> None:
         """Remove this engine's blocks of a generation that is over, when there is time."""

@@ -144,8 +144,8 @@ class TierStores:
             items = self._offer_again(tier_request, run) if tier_request.refused else {}
             items |= self._offer_new(tier_request, offers, misses)
             taken.append((tier_request, items))
-            waits = run.request_state.waits
-            (waits.add if tier_request.refused else waits.discard)(self._tier)
+            again = run.request_state.to_offer_again
+            (again.add if tier_request.refused else again.discard)(self._tier)
         last = self._offer_last(step.overwritten)
         jobs = self._begin(taken + last)
         for tier_request, _ in last:
@@ -176,7 +176,8 @@ class TierStores:
                 if self._may_store(tier_request):
                     yield run, tier_request, new_offers(tier.requests, tier_request, run)
                 elif run.request_state.may_store and (tier.usable or not tier.has_opened):
-                    run.request_state.waits.add(tier)  # it opens yet, is paused, or marks are late
+                    # It opens yet, is paused, or marks are late.
+                    run.request_state.to_offer_again.add(tier)
 
     def _misses(self, keys: Sequence[bytes]) -> Iterator[bool]:
         """Whether the tier misses each of these; nothing is asked for no keys."""
@@ -223,7 +224,7 @@ class TierStores:
         before = {number: waiting.pop(number) for number in over}
         self._refuse(tier_request, [refused[number] for number in over if number in refused])
         taken = (why for number, why in before.items() if number not in refused)
-        self._admission.acceptance.lost.subtract(taken)
+        self._admission.acceptance.found_room(taken)
         return items
 
     def _offer_last(self, overwritten: set[int]) -> list[Taken]:
@@ -259,9 +260,9 @@ class TierStores:
             tier_request.order.in_flight += 1
             request_state, numbers = tier_request.request_state, list(items)
             adapter = request_state.mark.adapter
-            part = tier.manager.part(request_state.keys, numbers)
-            if not stores or not stores[-1].takes(len(items), adapter, part, together):
-                job = StoreJob(self._jobs.next_id(), [], requests.generation.tag, adapter, part)
+            place = tier.manager.place(request_state.keys, numbers)
+            if not stores or not stores[-1].takes(len(items), adapter, place, together):
+                job = StoreJob(self._jobs.next_id(), [], requests.generation.tag, adapter, place)
                 stores.append(PendingStore(job))
             stores[-1].job.items.extend(items.values())
             # Split in batches, the first block is stored, and evicted, first.
@@ -290,7 +291,7 @@ class TierStores:
             return items, refused
         behind = behind or (None if self._tier.writes else "store_dropped_down")
         claim, room, block_bytes = tier.pool.claim, self._room(), tier.block_bytes
-        asks, holds_room = not admission.admits_all, not tier.manager.completes_on_gather
+        asks, holds_room = not admission.admits_all, not tier.manager.in_host_memory
         for number, key, paged, is_missed in zip(*offers, missed, strict=True):
             if not is_missed or key in in_flight:
                 continue
@@ -314,12 +315,12 @@ class TierStores:
 
     def _room(self) -> int:
         """How many blocks more may be stored at once, as far as that decides."""
-        pinned = 0 if self._tier.open.manager.completes_on_gather else self.slots_pinned
+        pinned = 0 if self._tier.open.manager.in_host_memory else self.slots_pinned
         return self._most_inflight() - pinned
 
     def _most_inflight(self) -> int:
         tier = self._tier.open
-        if tier.manager.completes_on_gather:
+        if tier.manager.in_host_memory:
             return tier.pool.end
         return self._admission.most_inflight(tier.block_bytes, tier.pool.end)
 
@@ -328,7 +329,7 @@ class TierStores:
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
         tier, job, result = self._tier, store.job, store.result
-        self._admission.acceptance.lost["store_failures"] += len(result.failed)
+        self._admission.acceptance.failed(len(result.failed))
         self._admission.rate.ended(len(job.items) - len(result.failed), result.seconds)
         kept: list[dict[int, bytes]] = []
         first, of_tenants = 0, Counter[str]()
@@ -411,6 +412,9 @@ class TierStores:
         else:
             tier_request.order.finished = True
             self._touch_prefix(tier_request)
+        self._tier.count(**Counter(tier_request.refused.values()))
+        # What it offers last is behind those.
+        tier_request.cut, tier_request.refused = tier_request.behind, {}
 
     def drop_last_offers(self) -> None:
         """Offer nothing of requests that have ended: their blocks may not be read any more."""

@@ -16,7 +16,7 @@ from spec.fields import format_size
 from tiers.block import digest, namespace
 from tiers.concurrency.executors import IoExecutor
 from tiers.connector.worker.checksums import Checksums
-from tiers.connector.worker.namespace_notes import describe
+from tiers.connector.worker.namespace_notes import note_of
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import ENDED, Copier, Copy, Gather, OpenCopier
 from tiers.contract.engine_info import MOMENT, OF_BYTES, EngineInfo
@@ -277,7 +277,7 @@ class HostSlots:
             self._namespace = namespace(facts, rank, self.engine.world_size)
             engine = self.engine
             size = engine.block_tokens, self.payload_bytes
-            self._note = describe(facts, engine.model, *size, rank, engine.world_size)
+            self._note = note_of(facts, engine.model, *size, rank, engine.world_size)
             if self._began is not None and self.engine.rank == 0:
                 logger.info(
                     "the tiers that others share join now, %.1f s after the engine's memory was "

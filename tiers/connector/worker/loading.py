@@ -364,7 +364,7 @@ class Loading:
         """Read wave by wave; a wave is copied while the next one is read, into the bounce of the
         one before."""
         space = space_of(self._namespace, load.job.generation)
-        load.prefixes = load.job.part.prefixes(space, len(load.job.items))
+        load.prefixes = load.job.place.prefixes(space, len(load.job.items))
         step = bounces[0].rows.shape[0]
         waves = [items[start : start + step] for start in range(0, len(items), step)]
         ahead: Future[_WaveRead] | None = None

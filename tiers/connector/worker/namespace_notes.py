@@ -24,7 +24,7 @@ from tiers.wrappers.opening import log_name
 logger = logging.getLogger(__name__)
 
 
-def describe(
+def note_of(
     facts: Mapping[str, str],
     model: str,
     block_tokens: int,

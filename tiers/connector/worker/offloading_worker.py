@@ -191,7 +191,7 @@ class Puts:
         memory, size = self._host.memory, self._host.payload_bytes
         prefixes: list[Prefix | None] = []
         for job, gathered in jobs:
-            of_job = job.part.prefixes(space, len(job.items))
+            of_job = job.place.prefixes(space, len(job.items))
             prefixes += [of_job[i] for i in gathered]
         stored, order = [False] * len(items), in_packs(prefixes)
         for batch in batches([prefixes[at] for at in order], batch_blocks(size)):

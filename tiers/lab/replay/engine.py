@@ -93,8 +93,8 @@ class ReplayEngine:
         workers = [
             make_worker(self.model, num_blocks, rank, open_half) for rank in range(world_size)
         ]
-        settings = MultiSettings(requests=RequestTable(info))
-        parts = ((), (), "", settings) if chain is None else scheduler_parts(chain, info, now)
+        nothing = (), MultiSettings(RequestTable(info)), (), ""
+        parts = nothing if chain is None else scheduler_parts(chain, info, now)
         self._assemble(info, workers, MultiScheduler(*parts))
 
     def _assemble(

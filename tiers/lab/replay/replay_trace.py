@@ -82,10 +82,8 @@ def _opened(
         small = scaled(chain, info, scale, Path(stack.enter_context(kept)), stack)
         clock = Clock()
         behind, links = linked(small, machine, scale, clock)
-        parts = scheduler_parts(behind, info, clock.now)
-        states = parts.settings.requests
-        assert states is not None, "tiers share them"
-        connector = MultiScheduler(*parts)
+        children, settings, names, name = scheduler_parts(behind, info, clock.now)
+        connector = MultiScheduler(children, settings, names, name)
         stack.callback(connector.shutdown)
         tiers = enumerate(chain.tiers)
         hosts = {place: links[t.tier_name] for place, t in tiers if isinstance(t, HostSpec)}
@@ -95,7 +93,7 @@ def _opened(
         stack.callback(clock.stop)
         model = TraceModel(1, words, block_tokens)
         worker = TimedWorker(model, num_blocks, half, clock, hosts)
-        yield TimedEngine(model, info, connector, states, worker, machine, clock, links)
+        yield TimedEngine(model, info, connector, settings.requests, worker, machine, clock, links)
 
 
 def _paged_blocks(
