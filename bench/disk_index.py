@@ -370,9 +370,8 @@ def _batches(first: int) -> Iterator[list[bytes]]:
 
 def _replace(folder: OpenFolder, batch: list[bytes]) -> None:
     """A store of a batch in a full tier, but for the writes: reserve, evicting, and publish."""
-    slots = folder.reserve(dict.fromkeys(batch, SIZE))
-    written = {key: Entry(slot, PAYLOAD, bytes(16)) for key, slot in slots.items()}
-    folder.commit(batch, slots, written)
+    put = folder.reserve(dict.fromkeys(batch, SIZE))
+    folder.commit(put, (Entry(slot, PAYLOAD, bytes(16)) for slot in put.slots.values()))
 
 
 def _replacing(folder: OpenFolder, count: int) -> Measure:

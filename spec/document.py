@@ -57,14 +57,13 @@ class NotYaml(KVTiersError, ValueError):
 
 
 class Document:
-    """Data and the YAML nodes that it was read from; data without nodes has no lines.
+    """Data, the class that checks it, what error lines call it, and the YAML nodes that it was read
+    from; data without nodes has no lines."""
 
-    `model`: the class that the data is checked by, if it is no chain.
-    """
-
-    def __init__(self, data: object, root: yaml.Node | None = None) -> None:
-        self.data, self._root = data, root
-        self.model: type[BaseModel] | None = None
+    def __init__(
+        self, data: object, model: type[BaseModel], source: str, root: yaml.Node | None = None
+    ) -> None:
+        self.data, self.model, self.source, self._root = data, model, source, root
 
     def known_part(self, loc: Loc) -> Loc:
         """Return a `written_part` without its last step, if that is not in the document."""
@@ -114,7 +113,7 @@ class Document:
         return steps
 
 
-def read_yaml(text: str) -> Document:
+def read_yaml(text: str, model: type[BaseModel] = BaseModel, source: str = "") -> Document:
     """Read one YAML document; an empty text gives None as its data. Raises NotYaml."""
     try:
         loader = _Loader(text)
@@ -130,7 +129,7 @@ def read_yaml(text: str) -> Document:
         raise NotYaml([YamlFault(1, "too many brackets in each other", "nest less")]) from error
     if loader.repeated:
         raise NotYaml(loader.repeated)
-    return Document(data, root)
+    return Document(data, model, source, root)
 
 
 class _Loader(yaml.SafeLoader):

@@ -20,6 +20,9 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from spec.text import format_number as format_number
+from spec.text import format_size as format_size
+
 Value = TypeVar("Value")
 
 _SIZE_UNITS = {
@@ -133,20 +136,6 @@ def exact_size(size: int) -> str:
         if size >= scale and not size * 1000 % int(scale)
     ]
     return min(exact, key=len)
-
-
-def format_number(value: float, digits: int = 3) -> str:
-    """Format a number for people: with so many digits, and no exponent below a million."""
-    return f"{float(f'{value:.{digits}g}'):g}"
-
-
-def format_size(size: int) -> str:
-    """Format a size in bytes for people: four digits in the largest binary unit."""
-    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
-        scale = int(_SIZE_UNITS[unit])
-        if size >= scale:
-            return f"{size / scale:.4g}{unit}"
-    return f"{size}B"
 
 
 def format_duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.demo.demo_engine import Answered
 from bench.demo.demo_plan import SCENES
-from tiers.tuning.report import aligned
+from spec.text import aligned
 
 _COLUMNS = ("phase", "what happened", "prompt", "loaded", "from", "TTFT", "faster", "tokens")
 

@@ -15,10 +15,9 @@ import yaml
 from spec.load import load_chain
 from tests.support.changing import changes_of
 from tests.support.replay_chains import cpu, disk
-from tiers.cli import apply as command
 from tiers.connector.multi import changes
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
-from tiers.control import change_watch
+from tiers.control import ask_engines, change_watch
 from tiers.control.change_watch import Verdict
 from tiers.control.control_server import ControlServer
 from tiers.lab.replay import ReplayEngine
@@ -166,11 +165,11 @@ def test_what_is_refused_and_what_is_bad(
     assert refused.status == 1 and "refused: salt" in refused.out
     refused = kvtiers("apply", written(tmp_path, a, b, salt="other"), *folder, "--dry-run")
     assert refused.status == 1 and "refused: salt" in refused.out
-    monkeypatch.setattr(command, "BEGIN_SECONDS", 0.2)
+    monkeypatch.setattr(ask_engines, "BEGIN_SECONDS", 0.2)
     idle = kvtiers("apply", written(tmp_path, b, a), *folder)
     assert idle.status == 1 and "refused: the engine made no step" in idle.err
-    monkeypatch.setattr(command, "BEGIN_SECONDS", 5.0)
-    monkeypatch.setattr(command, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(ask_engines, "BEGIN_SECONDS", 5.0)
+    monkeypatch.setattr(ask_engines, "MOST_SECONDS", 0.2)
     hangs = kvtiers("apply", written(tmp_path, b, a), *folder)
     assert hangs.status == 1 and "the change is not over yet" in hangs.err
     elsewhere = written(tmp_path, a, b, control={"folder": str(tmp_path / "elsewhere")})

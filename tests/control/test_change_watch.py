@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
-from tests.support.changing import change, changes_of, running
+from tests.support.changing import change, changes_of, finish, running
 from tests.support.clock import Clock
 from tests.support.replay_chains import chain_of, cpu, disk
 from tests.support.topologies import wait_until
@@ -118,7 +118,8 @@ def test_a_change_for_the_worse_takes_none_along_that_came_while_it_was_asked_fo
 
         monkeypatch.setattr(changes, "request", late)
         verbs.apply({"chain": new.model_dump(mode="json", by_alias=True), "watch": 0.4})
-        (watched,) = verbs._watches
+        ((_, watched),) = verbs._asked.values()
+        assert watched is not None
         watch(engine, watched)
         assert watched.verdict.went_back and changes.chain == paused
 
@@ -203,13 +204,16 @@ def test_each_change_that_is_watched_has_its_verdict(tmp_path: Path) -> None:
         first = apply(chains[1], 0.4)
         second = apply(chains[2], 60.0)
         wait_until(lambda: outcome(first) == "another change")
+        for _ in range(KEPT):
+            assert verbs.pause({"tier": "cpu"})["over"], "nothing has changed"
         assert outcome(second) == "watching"
         same = verbs.apply({"chain": chains[2].model_dump(mode="json"), "watch": 60.0})
         assert same["over"] and "verdict" not in same, "nothing has changed"
         with pytest.raises(QuestionRefused, match="can't take this chain: chain: tiers: found"):
             verbs.apply({"chain": {"version": 1}})
         verbs.close()
-        assert all(watched._stop.is_set() for watched in verbs._watches)
+        watches = [watched for _, watched in verbs._asked.values() if watched is not None]
+        assert watches and all(watched._stop.is_set() for watched in watches)
 
 
 @pytest.mark.parametrize("refused", ["", "rank 0: no room"])
@@ -259,6 +263,25 @@ def test_a_change_can_be_asked_for_and_withdrawn_by_its_number(tmp_path: Path) -
                 verbs.change(gone)
         with pytest.raises(QuestionRefused, match="no tier is called 'dsik'; use one of cpu, disk"):
             verbs.pause({"tier": "dsik", "paused": "both"})
+
+
+def test_a_change_that_ends_while_it_is_asked_for_has_its_own_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
+    with running(old) as engine:
+        verbs = ChangeVerbs(changes_of(engine), History(0.3, 0.3).saved)
+        number = verbs.apply({"chain": new.model_dump(mode="json")})["change"]
+        wait = PendingChange.wait
+
+        def late(pending: PendingChange, seconds: float) -> bool:
+            monkeypatch.setattr(PendingChange, "wait", wait)
+            finish(engine, pending)
+            return True
+
+        monkeypatch.setattr(PendingChange, "wait", late)
+        found = verbs.change({"change": number})
+        assert found["over"] and found["version"] == changes_of(engine).version == 2
 
 
 def test_what_was_saved_is_that_of_each_part(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from tests.cli.test_status import STATUS
 from tests.control.test_control_server import connected
 from tests.support.topologies import wait_until
-from tiers.control import watch_engines
+from tiers.control import ask_engines
 from tiers.control.control_server import ControlServer, Verb, short_path
 from tiers.control.watch_engines import HANGS, EnginesWatch, Watched
 
@@ -92,19 +92,24 @@ def test_an_engine_whose_queue_of_clients_is_full_hangs(until: Until, tmp_path: 
 def test_what_comes_of_a_pause_and_of_requests_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_engines, "CHANGE_SECONDS", 0.2)
+    monkeypatch.setattr(ask_engines, "BEGIN_SECONDS", 0.2)
     answers: dict[str, Any] = {"pause": {"over": False, "change": 3, "why": ""}}
+    withdrawn = {"over": True, "change": 3, "why": "the engine made no step"}
+
+    def change(question: Mapping[str, Any]) -> Any:
+        return withdrawn if question == {"change": 3, "withdraw": True} else answers["pause"]
+
     explained: dict[str, Any] = {"last": [{"request": "a"}, {"request": "b"}], "slowest": []}
     verbs: dict[str, Verb] = {
         "status": lambda _: STATUS.model_dump(mode="json"),
         "pause": lambda _: answers["pause"],
-        "change": lambda question: answers["pause"] | question,
+        "change": change,
         "explain": lambda question: explained[next(iter(question))],
     }
     server = ControlServer(tmp_path / "control", "engine", verbs)
     with closing(EnginesWatch(tmp_path / "control", seconds=0.01)) as watch:
         watch.pause(server.path, "cpu", "both")
-        wait_until(lambda: "no step of the engine has begun it" in watch.news(server.path))
+        wait_until(lambda: watch.news(server.path) == "refused: the engine made no step")
         answers["pause"] = {"over": True, "why": "another change is in flight"}
         watch.pause(server.path, "cpu", "both")
         wait_until(lambda: watch.news(server.path) == "refused: another change is in flight")
@@ -114,6 +119,11 @@ def test_what_comes_of_a_pause_and_of_requests_is_told(
         answers["pause"] = ["of another version"]
         watch.pause(server.path, "cpu", None)
         wait_until(lambda: watch.news(server.path).startswith("refused: list indices"))
+        monkeypatch.setattr(ask_engines, "MOST_SECONDS", 0.2)
+        answers["pause"] = withdrawn | {"over": False, "why": ""}
+        monkeypatch.setattr(ask_engines, "BEGIN_SECONDS", 5.0)
+        watch.pause(server.path, "cpu", None)
+        wait_until(lambda: watch.news(server.path) == "refused: the change is not over yet")
         watch.explain(tmp_path / "another.sock")
         wait_until(lambda: bool(watch.watched()) and watch.watched()[0].status is not None)
         before = watch.watched()[0].since

@@ -120,7 +120,7 @@ def audit(store: DiskStore, lists: int = 0) -> None:
         every = [Slot(size, n) for size, count in edit.lengths().items() for n in range(count)]
         assert Counter(live + reserved + free) == Counter(every)
         ours = {slot for slot, owner in owners.items() if owner == folder._owner.id}
-        of_puts = {slot for slots in folder._in_puts.values() for slot in slots.values()}
+        of_puts = {slot for put in folder._puts for slot in put.slots.values()}
         assert ours <= of_puts | {*folder._leaked}, "a slot is reserved for nobody"
         recency = edit._txn.cursor(edit._tables["recency"])
         stamps = {block: int.from_bytes(stamp, "big") for stamp, block in recency}

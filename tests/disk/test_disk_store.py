@@ -244,6 +244,7 @@ def test_threads_that_put_one_key_leak_no_slot(tmp_path: Path) -> None:
     run_all(work, 6)
     assert all(all(answer) for answer in answers)
     audit(store)
+    assert not folder_of(store)._puts
     store.close()
 
 

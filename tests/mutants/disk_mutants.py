@@ -81,8 +81,8 @@ MUTANTS = (
     OPEN.but(
         "eviction",
         "of what is put the head goes first",
-        "for k in reversed(keys) if is_held",
-        "for k in keys if is_held",
+        "for k in reversed(put.sizes) if is_held",
+        "for k in put.sizes if is_held",
     ),
     STORE.but("eviction", "loads are not noted", LOADED, ""),
     STORE.but(

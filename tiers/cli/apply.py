@@ -12,12 +12,6 @@ import typer
 from spec.errors import one_line
 from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, only_engine, parsed, refused
 
-POLL_SECONDS = 0.1
-BEGIN_SECONDS = 20.0
-"""A change that no step has begun by then is withdrawn."""
-MOST_SECONDS = 300.0
-"""No change takes longer; an engine that hangs is left alone."""
-
 
 def apply(
     chain: ChainFile,
@@ -62,6 +56,7 @@ def apply(
     kvtiers apply chain.yaml --to engine-4711 --if-version 3 --watch 15m
     """
     from spec.load import load_chain
+    from tiers.control.ask_engines import await_change
 
     spec = load_chain(chain)
     if folder is None and spec.control is not None:
@@ -79,7 +74,9 @@ def apply(
         for line in answer["lines"]:
             typer.echo(one_line(line))
     if not dry_run:
-        answer |= _outcome(answer, name, folder)
+        answer = await_change(answer, lambda asked: _ask("change", asked, name, folder))
+        if not answer["over"]:
+            raise refused(f"engine {name}: the change is not over yet; see status", status=1)
     if as_json:
         typer.echo(json.dumps({"engine": name, "dry_run": dry_run, **answer}))
     elif not dry_run:
@@ -118,19 +115,6 @@ def _watch(number: int, name: str, folder: Path | None, as_json: bool) -> None:
 def _ask(verb: str, question: dict[str, Any], name: str, folder: Path | None) -> dict[str, Any]:
     ((_, answer),) = ask_engines(verb, question, name, folder)
     return dict(answer)
-
-
-def _outcome(answer: dict[str, Any], name: str, folder: Path | None) -> dict[str, Any]:
-    """Wait for the end of a change."""
-    began, number = time.monotonic(), answer["change"]
-    while not answer["over"]:
-        waited = time.monotonic() - began
-        if waited > MOST_SECONDS:
-            raise refused(f"engine {name}: the change is not over yet; see status", status=1)
-        time.sleep(POLL_SECONDS)
-        question = {"change": number, "withdraw": waited > BEGIN_SECONDS}
-        answer = _ask("change", question, name, folder)
-    return answer
 
 
 def _print_outcome(name: str, answer: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ def bench(
     kvtiers bench --chain chain.yaml --save machine.json
     """
     from spec.errors import one_of
-    from spec.fields import format_number
     from spec.load import load_chain
+    from spec.text import format_number
     from tiers.tuning.machine import EXAMPLE, load_machine
 
     check_places(save, keep=[chain_file])

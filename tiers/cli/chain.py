@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec.errors import SpecError, one_line
+from spec.text import aligned
 from tiers.cli.arguments import ChainFile, refused
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def validate(
     from spec.chain import shown_chain
     from spec.load import load_chain
     from spec.plugins import stdout_to_stderr
-    from tiers.tuning.report import aligned
 
     try:
         chain = load_chain(file)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from spec.errors import one_line, one_of, reason_of
+from spec.text import format_size, span
 from tiers.cli.arguments import DASH, ChainFile, bar, check_places, parsed, refused
-from tiers.cli.status import span
 from tiers.errors import KVTiersError, TierUnusable
 
 if TYPE_CHECKING:
@@ -225,8 +225,6 @@ def _space(text: str) -> bytes:
 def _garbage_lines(
     name: str, garbage: Sequence[tuple[Group, str]], dropped: int, delete: bool
 ) -> Iterator[str]:
-    from spec.fields import format_size
-
     for group, why in garbage:
         size = f"{group.blocks:,} blocks, {format_size(group.bytes)}"
         yield f"{name}: namespace {group.namespace.hex()}: {size}: {why}"
@@ -261,8 +259,6 @@ def _require_keys(archive: Path, marks: Sequence[str], spec: StoreSpec) -> None:
 
 
 def _transfer_line(name: str, report: Transfer) -> str:
-    from spec.fields import format_size
-
     counts = (
         (report.held, "there already"),
         (report.gone, "evicted meanwhile"),
@@ -366,8 +362,6 @@ def _records(spec: StoreSpec) -> closing[StoredRecords]:
 
 @contextmanager
 def _bar(text: str) -> Iterator[Progress]:
-    from spec.fields import format_size
-
     with bar(text) as update:
 
         def show(records: int, size: int) -> None:
@@ -377,8 +371,6 @@ def _bar(text: str) -> Iterator[Progress]:
 
 
 def _verification_lines(name: str, report: Verification, seconds: float) -> Iterator[str]:
-    from spec.fields import format_size
-
     for key, why in report.found:
         yield f"{name}: damaged: {key}: {why}"
     if report.damaged > len(report.found):
@@ -409,8 +401,6 @@ def _group_json(group: Group) -> dict[str, Any]:
 
 
 def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
-    from spec.fields import format_size
-
     total = sum(group.bytes for group in found.groups)
     blocks = sum(group.blocks for group in found.groups)
     open_ = {True: "open in another process", False: "not open elsewhere", None: "shared"}

@@ -346,8 +346,7 @@ def _print(
 
 
 def _rates(budget: Budget) -> str:
-    from spec.fields import format_number
-    from tiers.cli.status import bytes_text
+    from spec.text import bytes_text, format_number
 
     machine = budget.machine
     tiers = ", ".join(

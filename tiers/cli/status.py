@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec.errors import one_line
+from spec.text import aligned, bytes_text, format_number, span
 from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ def status(
 
 def lines(name: str, status: EngineStatus) -> Iterator[str]:
     """The lines of one engine, within 100 columns for names of up to 12 letters."""
-    from tiers.tuning.report import aligned
-
     yield f"engine {one_line(name)}: {summary(status)}"
     yield from aligned([HEADS, *map(row, status.tiers)])
     for tier in status.tiers:
@@ -119,8 +118,6 @@ def notes(tier: TierStatus) -> Iterator[str]:
 
 def ghost_lines(ghosts: Sequence[GhostStatus]) -> Iterator[str]:
     """What tiers would have with other settings, against the tier as it is."""
-    from spec.fields import format_number
-
     present = {ghost.tier: ghost for ghost in ghosts}
     for ghost in ghosts:
         line = f"ghost {one_line(ghost.tier)}: {ghost.hit_ratio:.1%} of blocks +- {ghost.error:.1%}"
@@ -143,24 +140,5 @@ def _fill(tier: TierStatus) -> str:
 
 
 def _milliseconds(found: Percentiles | None) -> str:
-    from spec.fields import format_number
-
     each = () if found is None else (found.p50, found.p99)
     return " ".join(format_number(1000 * seconds) for seconds in each) or "-"
-
-
-def bytes_text(count: float) -> str:
-    """Bytes in three digits or four, like 1.25G."""
-    for unit in ("", "K", "M", "G", "T"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
-        count /= 1024
-    return f"{count:.0f}P"
-
-
-def span(seconds: float) -> str:
-    """Seconds as an operator reads them."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"

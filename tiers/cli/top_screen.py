@@ -15,8 +15,8 @@ from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from spec.errors import one_line
-from spec.fields import format_number
-from tiers.cli.status import HEADS, bytes_text, ghost_lines, notes, row, span, summary
+from spec.text import bytes_text, format_number, span
+from tiers.cli.status import HEADS, ghost_lines, notes, row, summary
 from tiers.control.engine_status import TierStatus
 from tiers.control.watch_engines import HANGS, Account, EnginesWatch, Watched
 from tiers.explain.accounts import lines

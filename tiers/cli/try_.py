@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from spec.text import aligned
 from tiers.cli.arguments import ChainFile
 
 
@@ -26,7 +27,6 @@ def try_(chain_file: ChainFile) -> None:
     from spec.offloading import StoreSpec
     from spec.plugins import stdout_to_stderr
     from tiers.lab.try_chain import try_chain
-    from tiers.tuning.report import aligned
 
     chain = load_chain(chain_file)
     logging.basicConfig(level=logging.WARNING)

@@ -162,7 +162,7 @@ def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
 
 def _so_far(trials: Trials, asked: TuneOptions, seconds: float) -> str:
     """How far a search is, the best so far, and for how long it may go on."""
-    from tiers.tuning.report import seconds as words
+    from spec.text import seconds as words
 
     left = seconds / len(trials) * max(0, asked.limit - len(trials))
     if asked.seconds is not None:

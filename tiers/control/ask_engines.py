@@ -17,6 +17,11 @@ SECONDS = 10.0
 """How long one engine may take to answer."""
 MAX_ANSWER = 64 << 20
 """Bytes of one engine's answer; more is an error."""
+POLL_SECONDS = 0.1
+BEGIN_SECONDS = 20.0
+"""A change that no step has begun by then is withdrawn."""
+MOST_SECONDS = 300.0
+"""No change takes longer; an engine that hangs is left alone."""
 
 
 class NoAnswer(KVTiersError):
@@ -91,6 +96,19 @@ def ask_socket(path: Path, verb: str, parameters: Mapping[str, Any]) -> EngineAn
         why = answer.get("error", answer) if isinstance(answer, dict) else answer
         raise ValueError(f"it answers: {why}")
     return EngineAnswer(path.stem, answer["answer"])
+
+
+def await_change(
+    answer: dict[str, Any], ask_change: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
+    """Wait for the end of a change that an engine has begun by `answer`, which is returned with
+    what it says then. It may still not be over. `ask_change`: by the verb of that name."""
+    began = time.monotonic()
+    while not answer["over"] and (waited := time.monotonic() - began) < MOST_SECONDS:
+        time.sleep(POLL_SECONDS)
+        question = {"change": answer["change"], "withdraw": waited > BEGIN_SECONDS}
+        answer = answer | ask_change(question)
+    return answer
 
 
 def _parts(connection: socket.socket) -> Iterator[bytes]:

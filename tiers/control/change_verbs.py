@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -19,7 +18,10 @@ from tiers.control.control_server import QuestionRefused
 MAX_WATCH = 3600.0
 """Seconds: what was saved is kept for twice as long."""
 KEPT = 16
-"""Changes whose end can still be asked for."""
+"""Changes whose end can still be asked for, beside those that are watched."""
+
+_Asked = tuple[PendingChange, ChangeWatch | None]
+"""A change that was asked for, and its watch, which ends when another change is in effect."""
 
 
 class ApplyQuestion(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -52,9 +54,7 @@ class ChangeVerbs:
 
     def __init__(self, changes: Changes, history: SavedHistory) -> None:
         self._changes, self._history = changes, history
-        self._watches: deque[ChangeWatch] = deque(maxlen=KEPT)
-        """Of the last changes that are watched; one ends when another change is in effect."""
-        self._asked: dict[int, PendingChange] = {}
+        self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count()
 
     def apply(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,11 +67,10 @@ class ChangeVerbs:
         found = self._changes.review(chain)
         if question.dry_run:
             return self._answer(found, None)
-        pending = self._changes.request(chain, question.if_version)
+        pending, watch = self._changes.request(chain, question.if_version), None
         if question.watch is not None and pending.before is not None:
             watch = ChangeWatch(self._changes, self._history, pending, question.watch)
-            self._watches.append(watch)
-        return self._begun(found, pending)
+        return self._begun(found, (pending, watch))
 
     def pause(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a change that pauses a tier, or has it go on; as `apply` answers."""
@@ -86,41 +85,42 @@ class ChangeVerbs:
             for tier in chain.tiers
         )
         new = chain.model_copy(update={"tiers": tuple(tiers)})
-        return self._begun(self._changes.review(new), self._changes.request(new, version))
+        return self._begun(self._changes.review(new), (self._changes.request(new, version), None))
 
-    def _begun(self, found: ChainDiff, pending: PendingChange) -> dict[str, Any]:
+    def _begun(self, found: ChainDiff, asked: _Asked) -> dict[str, Any]:
         number = next(self._numbers)
-        self._asked[number] = pending
-        for old in list(self._asked)[:-KEPT]:
-            self._asked.pop(old, None)
-        return {**self._answer(found, pending), "change": number}
+        self._asked[number] = asked
+        for old, (_, watch) in list(self._asked.items())[:-KEPT]:
+            if watch is None or watch.verdict.outcome != "watching":
+                self._asked.pop(old, None)
+        return {**self._answer(found, asked), "change": number}
 
     def change(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """What came of a change so far."""
         question = ChangeQuestion.model_validate(dict(parameters))
-        pending = self._asked.get(question.change)
-        if pending is None:
+        asked = self._asked.get(question.change)
+        if asked is None:
             raise QuestionRefused("no such change; ask for status")
         if question.withdraw:
-            self._changes.withdraw(pending)
-        return {**self._answer(None, pending), "change": question.change}
+            self._changes.withdraw(asked[0])
+        return {**self._answer(None, asked), "change": question.change}
 
-    def _answer(self, found: ChainDiff | None, pending: PendingChange | None) -> dict[str, Any]:
-        answer: dict[str, Any] = {"version": self._changes.version, "over": True, "why": ""}
+    def _answer(self, found: ChainDiff | None, asked: _Asked | None) -> dict[str, Any]:
+        pending, watch = asked or (None, None)
+        answer: dict[str, Any] = {"over": True, "why": ""}
         if found is not None:
             answer |= {"diff": found.as_json(), "lines": found.lines()}
         if pending is not None:
-            answer["over"] = pending.wait(0)
-            answer |= {"why": pending.why, "in_part": pending.in_part}
+            answer |= {"over": pending.wait(0), "why": pending.why, "in_part": pending.in_part}
             answer["remains"] = list(pending.remains)
-            for watch in list(self._watches):
-                if watch.pending is pending:
-                    verdict = watch.verdict
-                    answer["verdict"] = verdict.model_dump(mode="json")
-                    answer["verdict_text"] = describe(verdict)
-        return answer
+        if watch is not None:
+            verdict = watch.verdict
+            answer["verdict"] = verdict.model_dump(mode="json")
+            answer["verdict_text"] = describe(verdict)
+        return {"version": self._changes.version, **answer}  # read last: an end has its version
 
     def close(self) -> None:
         """The engine ends: nothing is watched any more."""
-        for watch in list(self._watches):
-            watch.close()
+        for _, watch in list(self._asked.values()):
+            if watch is not None:
+                watch.close()

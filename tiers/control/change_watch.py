@@ -122,7 +122,7 @@ class ChangeWatch:
         """`seconds`: before and after the change."""
         self.verdict = Verdict(outcome="watching")
         self._changes, self._history = changes, history
-        self.pending, self._seconds = pending, seconds
+        self._pending, self._seconds = pending, seconds
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="kvtiers-change-watch", daemon=True).start()
 
@@ -141,9 +141,9 @@ class ChangeWatch:
 
     def _watch(self, asked: float) -> Verdict | None:
         """The verdict, when the time is over; None: the engine ends before."""
-        if not self.pending.wait(CHANGE_SECONDS) or self.pending.why:
-            return Verdict(outcome="worse" if self.pending.in_part else "not applied")
-        began, version = time.monotonic(), self.pending.version
+        if not self._pending.wait(CHANGE_SECONDS) or self._pending.why:
+            return Verdict(outcome="worse" if self._pending.in_part else "not applied")
+        began, version = time.monotonic(), self._pending.version
         for _ in range(PARTS):
             if self._stop.wait(self._seconds / PARTS):
                 return None
@@ -154,11 +154,11 @@ class ChangeWatch:
         return compare(before, self._history(warm, began + self._seconds, PARTS))
 
     def _go_back(self, verdict: Verdict) -> Verdict:
-        before, version = self.pending.before, self.pending.version
+        before, version = self._pending.before, self._pending.version
         assert before is not None, "it is in effect"
         until = time.monotonic() + CHANGE_SECONDS
         # A tier that leaves can't come again before it has left. For nothing else is waited.
-        while (self.pending.in_part or self.pending.remains) and time.monotonic() < until:
+        while (self._pending.in_part or self._pending.remains) and time.monotonic() < until:
             if self._changes.version != version or not self._changes.review(before).refused:
                 break
             if self._stop.wait(RETRY_SECONDS):

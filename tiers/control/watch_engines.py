@@ -15,13 +15,11 @@ from pydantic import ValidationError
 
 from spec.errors import one_line
 from tiers.concurrency.executors import in_background
-from tiers.control.ask_engines import NoAnswer, ask_socket, sockets
+from tiers.control.ask_engines import NoAnswer, ask_socket, await_change, sockets
 from tiers.control.engine_status import EngineStatus
 
 SECONDS = 1.0
 """Between an engine's answer and its next question."""
-CHANGE_SECONDS = 20.0
-"""How long the end of a change is waited for."""
 REQUESTS = 50
 """The last requests, and the slowest, that are asked for."""
 HANGS = "the engine does not answer: it hangs, or is stopped"
@@ -85,14 +83,10 @@ class EnginesWatch:
 
     def _pause(self, path: Path, tier: str, paused: str | None) -> None:
         try:
-            answer = ask_socket(path, "pause", {"tier": tier, "paused": paused}).content
-            until = time.monotonic() + CHANGE_SECONDS
-            while not answer["over"] and time.monotonic() < until:
-                time.sleep(0.1)
-                answer = ask_socket(path, "change", {"change": answer["change"]}).content
+            begun = ask_socket(path, "pause", {"tier": tier, "paused": paused}).content
+            answer = await_change(begun, lambda asked: ask_socket(path, "change", asked).content)
             done = "goes on" if paused is None else f"is paused: {paused}"
-            late = "" if answer["over"] else "no step of the engine has begun it yet"
-            why = answer["why"] or late
+            why = answer["why"] or ("" if answer["over"] else "the change is not over yet")
             news = f"refused: {why}" if why else f"tier {tier} {done}"
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             news = f"refused: {error}"

@@ -192,18 +192,15 @@ class DiskStore(Capable):
 
     def _store(self, folder: OpenFolder, batch: dict[bytes, Block]) -> set[bytes]:
         sizes = {key: slot_bytes(len(block.payload)) for key, block in batch.items()}
-        reserved = folder.reserve(sizes)
-        slots = dict(sorted(reserved.items(), key=itemgetter(1)))
+        put = folder.reserve(sizes)
         outcomes: list[Entry | OSError] = []
         try:
-            jobs = [_SlotWrite(slot, batch[key]) for key, slot in slots.items()]
-            outcomes = self._write_all(folder, jobs)
+            jobs = [_SlotWrite(slot, batch[key]) for key, slot in put.slots.items()]
+            outcomes = self._write_all(folder, sorted(jobs, key=itemgetter(0)))
         finally:
             # Whatever happens, each reserved slot becomes a block or is freed.
-            done = zip(slots, outcomes, strict=False)
-            written = {key: entry for key, entry in done if isinstance(entry, Entry)}
-            held = folder.commit(list(batch), slots, written)
-        self._put_counts.count("renewed", len(held - slots.keys()))
+            held = folder.commit(put, (done for done in outcomes if isinstance(done, Entry)))
+        self._put_counts.count("renewed", len(held - put.slots.keys()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         self._log_failed(self._failed_writes, "write(s)", failed)
         if not held:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from spec.fields import format_size
 from spec.offloading import OffloadingSpec
+from spec.text import aligned, format_size
 from tiers.tuning.curve import Curves, HitCurve
 from tiers.tuning.machine import size_key, size_of
-from tiers.tuning.report import aligned
 
 _ROWS, _POINTS = 13, 200
 

@@ -17,8 +17,9 @@ from pydantic import (
 
 from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
-from spec.load import load_document, problem_line
+from spec.load import load_document
 from spec.offloading import OffloadingSpec
+from spec.problems import problem_line
 from tiers.tuning.report import DAY, YEAR
 
 KNOWN = "known"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from spec.fields import format_size
+from spec.text import aligned, format_size, seconds
 
 TRUSTED_LOAD = 0.65
 """GPU load or link use beyond which waiting times are not to be trusted: a rate that is 5% wrong
@@ -250,14 +250,6 @@ def table(report: Report) -> str:
     return "\n".join([*lines, *_sums(report), *(f"warning: {text}" for text in report.warnings)])
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
-    """The lines of a table; the first `left` columns are flush left, or all of them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    at = len(widths) if left is None else left
-    cells = ([*map(str.ljust, r[:at], widths), *map(str.rjust, r[at:], widths[at:])] for r in rows)
-    return ["  ".join(row).rstrip() for row in cells]
-
-
 def named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> str:
     """A table whose rows but the first have a name each, on a line below."""
     head, *lines = aligned(rows)
@@ -275,11 +267,6 @@ def life_and_price(report: Report) -> tuple[str, str]:
     lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
     price = report.price_per_month
     return f"{min(lives):.2g} y" if lives else "-", "-" if price is None else f"{price:,.0f}"
-
-
-def seconds(value: float) -> str:
-    """A time like 420 ms or 1.23 s."""
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
 def _row(tier: TierUse, prompt_tokens: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
 from operator import add
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from spec.errors import describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
@@ -137,16 +137,12 @@ class Guarded(Capable):
         self._is_prompt = is_prompt
         # Lookups without I/O have a breaker of their own: that they work proves nothing of reads.
         # So have the store's reports of itself, which nobody needs to serve.
-        self._reads, self._writes, self._looks, self._reports = (
-            Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(4)
-        )
-        self._names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
-        self._names[self._reports] = "its reports of itself"
-        self._changes = {breaker: self._changes_of(breaker) for breaker in self._names}
-        self._causes: dict[Breaker, set[str]] = {breaker: set() for breaker in self._names}
+        self._lanes = self._reads, self._writes, self._looks, self._reports = [
+            _Lane(tier_name, calls, retry_after, retry_after_max, deadline, clock)
+            for calls in ("reads", "writes", "lookups", "its reports of itself")
+        ]
         self._damage_log = RepeatedLog(logger, f"tier {tier_name}", "blocks were damaged")
         self._warning = ""
-        self._last_errors = dict.fromkeys((self._reads, self._writes, self._looks), "")
         self._has_logged_capability = False
         self._damaged = 0
         self._put_counts = PutCounts()
@@ -185,9 +181,9 @@ class Guarded(Capable):
             return HEALTHY  # asked several times a request
         reads = (self._reads, self._looks)
         return Health(
-            reads=is_open and not any(breaker.is_refusing() for breaker in reads),
+            reads=is_open and not any(lane.is_refusing() for lane in reads),
             writes=is_open and not self._writes.is_refusing(),
-            reads_up=is_open and all(breaker.is_closed for breaker in reads),
+            reads_up=is_open and all(lane.is_closed for lane in reads),
             writes_up=is_open and self._writes.is_closed,
             opening=isinstance(self._source, Reopening) and self._source.is_opening,
             is_degraded=is_degraded,
@@ -197,8 +193,8 @@ class Guarded(Capable):
     def _why(self) -> str:
         if isinstance(self._source, Reopening) and self._source.now is None:
             return self._source.why
-        down = (breaker for breaker in self._last_errors if not breaker.is_closed)
-        return next((self._last_errors[breaker] for breaker in down), self._warns_of())
+        asked = self._reads, self._writes, self._looks
+        return next((lane.why for lane in asked if not lane.is_closed), self._warns_of())
 
     def _warns_of(self) -> str:
         store = self.now()
@@ -298,8 +294,8 @@ class Guarded(Capable):
 
     def use_deadline(self, seconds: float) -> None:
         """Calls that begin from now on may take so long."""
-        for breaker in self._names:
-            breaker.deadline = seconds
+        for lane in self._lanes:
+            lane.deadline = seconds
 
     def close(self, seconds: float | None = None) -> None:
         """Close the store, even one that is down; waits so long at most. Idempotent."""
@@ -401,18 +397,18 @@ class Guarded(Capable):
                 self._warning = str(required(store, Warns).warning())
         return self._warning
 
-    def _enter(self, breaker: Breaker) -> _Attempt:
-        """Begin a call that `breaker` decides on."""
+    def _enter(self, lane: _Lane) -> _Attempt:
+        """Begin a call that the breaker of `lane` decides on."""
         self._notice_late()
         store = self.now()
-        return _Attempt(self, breaker, store, None if store is None else breaker.enter())
+        return _Attempt(self, lane, store, None if store is None else lane.enter())
 
-    def _look(self, breaker: Breaker) -> _Attempt:
+    def _look(self, lane: _Lane) -> _Attempt:
         """Begin a call that needs no I/O: it is no trial of reads, but waits until one is due."""
         self._notice_late()
         store = self.now()
         is_refused = store is None or self._reads.is_refusing()
-        return _Attempt(self, breaker, store, None if is_refused else breaker.enter())
+        return _Attempt(self, lane, store, None if is_refused else lane.enter())
 
     def now(self) -> TierStore | None:
         """The store that is open now."""
@@ -420,68 +416,76 @@ class Guarded(Capable):
 
     def end(
         self,
-        breaker: Breaker,
+        lane: _Lane,
         call: Call | None,
         store: TierStore | None,
         error: BaseException | None,
         is_given_up: bool,
     ) -> bool:
-        """Report to the breaker how a call of this store ended, `is_given_up`: after its caller had
+        """Report to its breaker how a call of this store ended, `is_given_up`: after its caller had
         given it up; return whether `error` ends here.
         Here, and only here, any exception of a store is caught: none may reach the engine."""
         if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
             if error is not None:
                 self.failures.count(type(error).__name__)
-            if call is not None and breaker.succeeded(call):
-                self._causes[breaker].clear()
-                line, level = "tier %s: %s are up again", logging.INFO
-                names = self.tier_name, self._names[breaker]
-                self._changes[breaker].log(line, *names, level=level)
+            if call is not None and lane.succeeded(call):
+                lane.went_up()
             return True
         if ends_process(error):
-            breaker.leave(call)
+            lane.leave(call)
             return False
         if not is_given_up:  # that is a late load, and counted as one
             self.failures.count(type(error).__name__)
         if isinstance(self._source, Reopening) and isinstance(error, TierNotOpen):
-            breaker.leave(call)
+            lane.leave(call)
             with self._counting:
                 if self._source.lost(store, error):
                     self._before = self._put_counts, self._damaged
             return True
         # A call in flight while the store was closed may end anyhow; the engine is ending as well.
         is_news = not (self._closed or is_ending()) or call is self._closing
-        opens = breaker.given_up if is_given_up else breaker.failed
+        opens = lane.given_up if is_given_up else lane.failed
         if call is not None and (opens(call) or call.is_trial) and is_news:
-            self._log_down(breaker, describe_error(error), _trace_of(error))
+            lane.went_down(describe_error(error), _trace_of(error))
         return True
 
     def _notice_late(self) -> None:
-        for breaker in (self._reads, self._writes, self._looks, self._reports):
-            if breaker.notice_late():
+        for lane in self._lanes:
+            if lane.notice_late():
                 self.failures.count("Late")
-                why = f"no answer within its deadline, {breaker.deadline:g} s"
-                self._log_down(breaker, why, None)
+                lane.went_down(f"no answer within its deadline, {lane.deadline:g} s", None)
 
-    def _log_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
-        """Log that it has opened, or that a trial failed of another cause than calls before."""
-        line = "tier %s: %s are down (%s); tried again every %g s or more"
-        words = self.tier_name, self._names[breaker], why, breaker.wait
-        if breaker in self._last_errors:
-            self._last_errors[breaker] = f"{self._names[breaker]} are down: {why}"
-        causes = self._causes[breaker]
-        if why not in causes and len(causes) < MOST_CAUSES:
-            causes.add(why)
-            self._changes[breaker].log(line, *words, exc_info=trace)
 
-    def _changes_of(self, breaker: Breaker) -> RepeatedLog:
-        return RepeatedLog(
+class _Lane(Breaker):
+    """The breaker of one kind of calls, which logs when they go down or up."""
+
+    def __init__(self, tier_name: str, calls: str, *settings: Any) -> None:
+        """`settings`: those of a Breaker."""
+        super().__init__(*settings)
+        self.why = ""
+        """Why they are down, or were last."""
+        self._tier_name, self._calls = tier_name, calls
+        self._causes: set[str] = set()
+        self._changes = RepeatedLog(
             logger,
-            f"tier {self.tier_name}",
-            f"times {self._names[breaker]} went down or up",
+            f"tier {tier_name}",
+            f"times {calls} went down or up",
             at_once=4,
-            state=lambda: f"; they are {'up' if breaker.is_closed else 'down'} now",
+            state=lambda: f"; they are {'up' if self.is_closed else 'down'} now",
         )
+
+    def went_up(self) -> None:
+        self._causes.clear()
+        line = "tier %s: %s are up again"
+        self._changes.log(line, self._tier_name, self._calls, level=logging.INFO)
+
+    def went_down(self, why: str, trace: BaseException | None) -> None:
+        """It has opened, or a trial failed; of another cause than calls before, it is logged."""
+        self.why = f"{self._calls} are down: {why}"
+        if why not in self._causes and len(self._causes) < MOST_CAUSES:
+            self._causes.add(why)
+            line = "tier %s: %s are down (%s); tried again every %g s or more"
+            self._changes.log(line, self._tier_name, self._calls, why, self.wait, exc_info=trace)
 
 
 class _Attempt:
@@ -490,16 +494,16 @@ class _Attempt:
     result: answer as for a miss. The store sees how long it may take. Adds no frame between the
     guard and the store."""
 
-    __slots__ = ("_breaker", "_call", "_guarded", "_store", "_waiting", "error")
+    __slots__ = ("_call", "_guarded", "_lane", "_store", "_waiting", "error")
 
     def __init__(
-        self, guarded: Guarded, breaker: Breaker, store: TierStore | None, call: Call | None
+        self, guarded: Guarded, lane: _Lane, store: TierStore | None, call: Call | None
     ) -> None:
         self._guarded = guarded
-        self._breaker = breaker
+        self._lane = lane
         self._call = call
         self._store = store
-        self._waiting = None if call is None else Waiting(partial(breaker.left, call))
+        self._waiting = None if call is None else Waiting(partial(lane.left, call))
         self.error: BaseException | None = None
 
     def __enter__(self) -> TierStore | None:
@@ -514,7 +518,7 @@ class _Attempt:
         if self._waiting is not None:
             self._waiting.__exit__()
             is_given_up = error is not None and self._waiting.is_over_around
-        return self._guarded.end(self._breaker, self._call, self._store, error, is_given_up)
+        return self._guarded.end(self._lane, self._call, self._store, error, is_given_up)
 
 
 def _count(verb: str, found: object) -> int:

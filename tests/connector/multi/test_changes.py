@@ -101,7 +101,7 @@ def test_settings_of_a_tier_and_of_the_chain(tmp_path: Path) -> None:
         for worker in engine.workers:
             half: Any = worker.connector.children[1]  # type: ignore[attr-defined]
             assert half._rate_limit.rate == 1e9 / 2
-            assert {breaker.deadline for breaker in half._store._names} == {77.0}
+            assert {lane.deadline for lane in half._store._lanes} == {77.0}
         assert engine.connector is not None
         assert engine.connector._requests._max_wait == 3.0
         assert not engine.connector._comparison.always

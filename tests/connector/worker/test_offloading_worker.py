@@ -180,7 +180,7 @@ def test_a_store_that_opens_while_its_settings_change_has_the_new_ones(
     worker.register_kv_caches({"layer": torch.zeros(4, 64, dtype=torch.uint8)})
     store = worker._store
     assert store is not None and store.usage().capacity == 32 << 20
-    assert {breaker.deadline for breaker in store._names} == {7.0}
+    assert {lane.deadline for lane in store._lanes} == {7.0}
     worker.shutdown()
 
 

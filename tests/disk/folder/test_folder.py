@@ -337,8 +337,8 @@ def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
     dead.kill()
     with opened(tmp_path) as store:
         assert store.usage().used == 0
-        slots = folder_of(store).reserve({key(n): SLOT for n in range(2)})
-        stale = [(slot, owner) for slot in slots.values()]
+        reserved = folder_of(store).reserve({key(n): SLOT for n in range(2)})
+        stale = [(slot, owner) for slot in reserved.slots.values()]
         assert folder_of(store).reclaim(stale) == 0
         assert store.usage().used == 2 * SLOT
         audit(store)

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 
@@ -35,6 +36,15 @@ THREADS = 4
 """Reads and writes in flight at once; 4 to 8 were fastest cold, and warm no slower than one."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Put:
+    """Blocks that are being stored: by index key, the first of which counts as used last, the sizes
+    of their slots, and what is reserved for them. Only its own edits add to that."""
+
+    sizes: dict[bytes, int]
+    slots: dict[bytes, Slot] = field(default_factory=dict)
 
 
 class OpenFolder:
@@ -72,8 +82,8 @@ class OpenFolder:
         """Blocks that this process evicted and that no store has counted yet."""
         self._leaked: deque[Slot] = deque()
         """Slots that the next edit frees if they are reserved for this process and in no put's."""
-        self._in_puts: dict[int, Mapping[bytes, Slot]] = {}
-        """What the put of each thread has reserved; a put alone, in its edits, adds to its own."""
+        self._puts: set[Put] = set()
+        """Those between `reserve` and `commit`."""
         self._freed: deque[Slot] = deque()
         """Free slots that may still have disk space behind them."""
         self.holders = self.stores = 1
@@ -126,7 +136,7 @@ class OpenFolder:
                 # Only inside the edit, of which there is one at a time: two threads could otherwise
                 # find the deque longer than it is.
                 leaked = [self._leaked.popleft() for _ in repeat(None, len(self._leaked))]
-                in_puts = {slot for put in [*self._in_puts.values()] for slot in put.values()}
+                in_puts = {slot for put in self._puts.copy() for slot in put.slots.values()}
                 for slot in leaked:
                     if slot not in in_puts and edit.is_of(self._owner.id, slot):
                         edit.vacate(slot)
@@ -216,35 +226,33 @@ class OpenFolder:
             edit.capacity = capacity
             slot_allocator.shrink(edit, self.uses)
 
-    def reserve(self, sizes: dict[bytes, int]) -> dict[bytes, Slot]:
-        """Return a reserved slot for each key that is not held, as far as there is room.
-
-        `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction.
-        The same thread gives the slots to `commit`.
-        """
-        slots: dict[bytes, Slot] = {}
-        self._in_puts[threading.get_ident()] = slots
+    def reserve(self, sizes: dict[bytes, int]) -> Put:
+        """Return a put of these sizes, for `commit`, with a reserved slot for each key that is not
+        held, as far as there is room. Evicted blocks leave the index in the same transaction."""
+        put = Put(sizes)
+        self._puts.add(put)
         before = -1
         try:
-            while before < len(slots) < len(sizes):
-                before = len(slots)
+            while before < len(put.slots) < len(sizes):
+                before = len(put.slots)
                 with self.edit() as edit:
-                    self._reserve(edit, sizes, slots)
+                    self._reserve(edit, put)
                 # On a full file system the space of slots of other sizes is there from now on.
                 if not edit.freed or edit.used > edit.capacity:
                     break
         except BaseException:
-            self._leak(slots)
+            self._leak(put)
             raise
-        return slots
+        return put
 
-    def _leak(self, slots: Mapping[bytes, Slot]) -> None:
+    def _leak(self, put: Put) -> None:
         """Leave a put's slots to the next edit. What a failed edit had claimed may be another put's
         at once, or reserved all the same: by a device that took the commit and then failed."""
-        del self._in_puts[threading.get_ident()]
-        self._leaked.extend(slots.values())
+        self._puts.remove(put)
+        self._leaked.extend(put.slots.values())
 
-    def _reserve(self, edit: Edit, sizes: dict[bytes, int], slots: dict[bytes, Slot]) -> None:
+    def _reserve(self, edit: Edit, put: Put) -> None:
+        sizes, slots = put.sizes, put.slots
         held = {key for key in sizes if edit.entry(key) is not None}
         for key in filter(held.__contains__, reversed(sizes)):
             edit.renew(key)
@@ -256,29 +264,30 @@ class OpenFolder:
                 break
             slots[key] = slot
 
-    def commit(
-        self, keys: Sequence[bytes], slots: Mapping[bytes, Slot], written: Mapping[bytes, Entry]
-    ) -> set[bytes]:
-        """Publish the blocks `written`, free the other reserved `slots`; return which of `keys` are
-        held now. The first of `keys` counts as used last."""
+    def commit(self, put: Put, written: Iterable[Entry]) -> set[bytes]:
+        """End a put: publish the blocks `written`, free its other slots; return which of its keys
+        are held now."""
+        entries = {entry.slot: entry for entry in written}
         try:
             with self.edit() as edit:
-                is_held = partial(self._commit_one, edit)
-                held = {k for k in reversed(keys) if is_held(k, slots.get(k), written.get(k))}
+                is_held = partial(self._commit_one, edit, entries)
+                held = {k for k in reversed(put.sizes) if is_held(k, put.slots.get(k))}
         except BaseException:
-            self._leak(slots)
+            self._leak(put)
             raise
-        del self._in_puts[threading.get_ident()]
+        self._puts.remove(put)
         return held
 
-    def _commit_one(self, edit: Edit, key: bytes, slot: Slot | None, entry: Entry | None) -> bool:
+    def _commit_one(
+        self, edit: Edit, entries: Mapping[Slot, Entry], key: bytes, slot: Slot | None
+    ) -> bool:
         # Another thread or process may have published the key while we wrote: its block stays.
         held = edit.renew(key)
-        if slot is not None and (held or entry is None):
+        if slot is not None and not held and slot in entries:
+            edit.publish(key, entries[slot])
+            return True
+        if slot is not None:
             edit.vacate(slot)
-        elif slot is not None and entry is not None:
-            edit.publish(key, entry)
-            held = True
         return held
 
     def drop(self, keys: Iterable[bytes], seen: Mapping[bytes, Entry] = NO_ENTRIES) -> int:

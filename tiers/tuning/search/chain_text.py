@@ -10,7 +10,8 @@ from dataclasses import fields
 import yaml
 
 from spec.fields import exact_size, format_duration, format_rate
-from tiers.tuning.report import Report, TierUse, seconds
+from spec.text import seconds
+from tiers.tuning.report import Report, TierUse
 from tiers.tuning.search.budget import CHOSEN, Budget, Objective
 from tiers.tuning.search.search import Evaluated, Gap
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier

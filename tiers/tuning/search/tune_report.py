@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.tuning.report import aligned, life_and_price, named, seconds, waits
+from spec.text import aligned, seconds
+from tiers.tuning.report import life_and_price, named, waits
 from tiers.tuning.search.budget import CHOSEN, TUNED, Budget
 from tiers.tuning.search.chain_text import (
     Reasons,
