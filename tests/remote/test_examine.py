@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from spec.findings import DoctorFinding
 from tests.remote.tls_front import Authority, TlsFront
 from tests.support.servers import RedisServer, binaries, free_port
 from tests.support.topologies import Sentinel, cluster
+from tiers.remote import trial
 from tiers.remote.spec import RedisSpec
 
 SECRET = "hunter2-hunter2"
@@ -45,7 +47,9 @@ def by_gravity(url: str, **settings: Any) -> dict[str, list[str]]:
     return found
 
 
-def test_a_good_server_is_left_as_it_was(valkey: RedisServer) -> None:
+def test_a_good_server_is_left_as_it_was(
+    valkey: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client: Any = valkey.client()
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.set("other", "value")
@@ -56,6 +60,9 @@ def test_a_good_server_is_left_as_it_was(valkey: RedisServer) -> None:
         assert ": valkey " in version and "of 200MiB used, policy allkeys-lru" in memory
         assert "a look-up takes" in trips and "GB/s" in rates
         assert client.keys("*") == [b"other"]
+    monkeypatch.setattr(trial, "SLOWEST", math.inf)
+    (slow,) = by_gravity(valkey.url)["warning"]
+    assert "one at a time: requests would time out or miss" in slow
 
 
 @pytest.mark.parametrize(

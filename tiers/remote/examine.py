@@ -16,22 +16,18 @@ from typing import NamedTuple
 
 from redis.exceptions import ResponseError
 
-from spec.fields import exact_size, format_duration, format_number, format_size
+from spec.fields import exact_size, format_duration, format_size
 from spec.findings import DoctorFinding, Gravity
 from tiers.errors import TierError, TierUnavailable
 from tiers.remote.pools import ConnectionSettings, Pool, reason
 from tiers.remote.redis_store import RedisStore
-from tiers.remote.stream import SLOWEST, Deadline
+from tiers.remote.stream import Deadline
 from tiers.remote.topology import FAILURES, SLOTS, open_topology
+from tiers.remote.trial import judged, look_up, move
 from tiers.remote.url import RedisUrl
-from tiers.store import Block
-from tiers.timed import timed
 
 PIECE = 1 << 20
 MOST_PIECES = 32
-MEASURE_SECONDS = 0.5
-"""About how long each direction is measured; the first piece shows how many it takes."""
-LOOKUPS = 20
 TRIAL_TTL = 60.0
 SOON = 14 * 86400.0
 _OF_SERVER = 16
@@ -224,32 +220,27 @@ def _cluster(
     return state == "fail"
 
 
-def _rights(tier: ExaminedTier) -> str:
-    extra = " +cluster|slots" * tier.url.is_cluster + " +select" * bool(tier.url.db)
-    commands = f"+get +set +exists +pexpire +unlink{extra}"
-    return f"ACL SETUSER {tier.user} ~{tier.key_prefix}:* {commands}"
-
-
-def _try_out(tier: ExaminedTier, most: int) -> Iterator[DoctorFinding]:
+def _try_out(
+    tier: ExaminedTier, most: int, ttl: float | None = TRIAL_TTL
+) -> Iterator[DoctorFinding]:
     """Do what an engine does, and measure it; `most`: MiB to store."""
-    keys = [os.urandom(48) for _ in range(min(most, MOST_PIECES))]
     try:
-        yield from _exercise(tier.open(TRIAL_TTL), keys)
+        yield from _exercise(tier.open(ttl), [os.urandom(48) for _ in range(most)])
     except TierUnavailable as error:
         # Only a tier with a ttl renews it.
-        if tier.ttl is not None or "pexpire" not in str(error).lower():
+        if ttl is not None and tier.ttl is None and "pexpire" in str(error).lower():
+            yield from _try_out(tier, most, None)
+        else:
             yield _refusal(tier, str(error))
-            return
-        try:
-            yield from _exercise(tier.open(None), keys)
-        except TierUnavailable as other:
-            yield _refusal(tier, str(other))
 
 
 def _refusal(tier: ExaminedTier, why: str) -> DoctorFinding:
+    extra = " +cluster|slots" * tier.url.is_cluster + " +select" * bool(tier.url.db)
+    commands = f"+get +set +exists +pexpire +unlink{extra}"
+    rights = f"ACL SETUSER {tier.user} ~{tier.key_prefix}:* {commands}"
     words = {
-        "NOPERM": _rights(tier),
-        "permission": _rights(tier),
+        "NOPERM": rights,
+        "permission": rights,
         "READONLY": "name the master in url, or its sentinels",
         "MISCONF": "make room on the server's disk, or CONFIG SET stop-writes-on-bgsave-error no",
         "no answer in time": "raise timeout, or see what slows the server or the link",
@@ -260,27 +251,15 @@ def _refusal(tier: ExaminedTier, why: str) -> DoctorFinding:
 
 def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:
     """Look up, store, load and drop. Raises TierUnavailable."""
-    payload = memoryview(os.urandom(PIECE))
     try:
         store.drop(keys[:1])  # before there is anything to be left
-        trips = sorted(timed(partial(store.has, keys[:1]))[0] for _ in range(LOOKUPS))
-        blocks = [Block(key, payload) for key in keys]
-        seconds, stored = timed(partial(store.put, blocks[:1]))
-        blocks = blocks[: max(1, int(MEASURE_SECONDS / seconds))]
-        if all(stored) and len(blocks) > 1:
-            seconds, stored = timed(partial(store.put, blocks[1:]))
-        written = len(stored) * PIECE / seconds
-        memory = memoryview(bytearray(len(blocks) * PIECE))
-        places = [memory[at * PIECE :][:PIECE] for at in range(len(blocks))]
-        loads = [Block(each.key, place) for each, place in zip(blocks, places, strict=True)]
-        seconds, loaded = timed(partial(store.get, loads))
+        _, took = look_up(partial(store.has, keys[:1]))
+        stored, loaded, is_slow, rates = move(store, keys, PIECE, at_once=1)
     finally:
         with suppress(TierError):
             store.drop(keys)
         store.close()
-    middle, worst = (format_number(1e3 * s, 2) for s in (trips[len(trips) // 2], trips[-1]))
-    found = f"a look-up takes {middle} ms, {worst} ms at worst"
-    yield DoctorFinding("fine", found)
+    yield DoctorFinding("fine", f"a look-up takes {took}")
     if not all(stored):
         yield DoctorFinding(
             "error" if not any(stored) else "warning",
@@ -289,16 +268,12 @@ def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFindin
             "more memory of its host, or what it then evicts",
         )
         return
-    read = len(loaded) * PIECE / seconds
-    rates = f"it stores {written / 1e9:.2g} GB/s and loads {read / 1e9:.2g} GB/s, one at a time"
     if lost := loaded.count(False):
         rates += f", and {lost} of {len(loaded)} MiB were gone at once"
-    if min(written, read) >= SLOWEST and not lost:
-        yield DoctorFinding("fine", rates)
-        return
-    yield DoctorFinding(
-        "warning",
-        f"{rates}: requests would time out or miss",
+    yield judged(
+        rates,
+        is_slow or lost > 0,
+        "requests would time out or miss",
         "a faster link, more maxmemory, or codec: byteplanes",
         "a codec costs processor time",
     )

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from spec.fields import format_number, format_size
+from spec.fields import format_size
 from spec.findings import DoctorFinding
 from tiers.errors import TierError, TierRefused, TierUnavailable
 from tiers.remote.lease import Count, Lease
@@ -17,11 +17,8 @@ from tiers.remote.object_upkeep import PACE, ObjectTerms
 from tiers.remote.obstore_bucket import LISTED_AT_ONCE, ObstoreBucket
 from tiers.remote.packs.pack import PACK_BYTES, name_of
 from tiers.remote.packs.pack_store import PackStore
-from tiers.remote.stream import SLOWEST
-from tiers.store import Block
-from tiers.timed import timed
+from tiers.remote.trial import judged, look_up, move
 
-LOOKUPS = 10
 PACKS = 4
 SLOW_LOOKUP = 0.1
 _REMEDIES = {
@@ -59,16 +56,11 @@ def examine(
 
 
 def _look_up(store: PackStore) -> Iterator[DoctorFinding]:
-    times = sorted(timed(store.reach)[0] for _ in range(LOOKUPS))
-    middle = times[len(times) // 2]
-    took, worst = (format_number(1e3 * seconds, 2) for seconds in (middle, times[-1]))
-    found = f"a question takes {took} ms, {worst} ms at worst"
-    if middle < SLOW_LOOKUP:
-        yield DoctorFinding("fine", found)
-        return
-    yield DoctorFinding(
-        "warning",
-        f"{found}: a look-up takes some of them",
+    middle, took = look_up(store.reach)
+    yield judged(
+        f"a question takes {took}",
+        middle >= SLOW_LOOKUP,
+        "a look-up takes some of them",
         "use a bucket in this region",
         "requests wait longer before they are loaded or computed",
     )
@@ -108,11 +100,9 @@ def _keep(bucket: ObstoreBucket, capacity: int) -> Iterator[DoctorFinding]:
 
 def _look_beside(bucket: ObstoreBucket) -> Iterator[DoctorFinding]:
     """Whether others have a capacity there. Who has none need not be allowed to list."""
-    count = Count()
     with suppress(TierError, OSError):
-        count = _last_count(bucket)
-    if count.round:
-        yield _others("no capacity", count)
+        if (count := _last_count(bucket)).round:
+            yield _others("no capacity", count)
 
 
 def _last_count(bucket: ObstoreBucket) -> Count:
@@ -129,20 +119,8 @@ def _others(ours: str, count: Count) -> DoctorFinding:
 
 
 def _move(store: PackStore, keys: Sequence[bytes]) -> Iterator[DoctorFinding]:
-    payload, memory = os.urandom(PACK_BYTES), memoryview(bytearray(PACKS * PACK_BYTES))
-    given = [Block(key, memoryview(payload)) for key in keys]
-    asked = [
-        Block(key, memory[at * PACK_BYTES : (at + 1) * PACK_BYTES]) for at, key in enumerate(keys)
-    ]
-    (writes, _), (reads, _) = timed(lambda: store.put(given)), timed(lambda: store.get(asked))
-    if any(block.payload != payload for block in asked):
+    _, loaded, is_slow, rates = move(store, keys, PACK_BYTES, at_once=PACKS)
+    if not all(loaded):
         yield DoctorFinding("error", "what was stored was not there at once", "see its log")
         return
-    written, read = len(memory) / writes, len(memory) / reads
-    rates = f"it stores {written / 1e9:.2g} GB/s and loads {read / 1e9:.2g} GB/s, {PACKS} at once"
-    if min(written, read) >= SLOWEST:
-        yield DoctorFinding("fine", rates)
-        return
-    yield DoctorFinding(
-        "warning", f"{rates}: requests would time out", "a faster link", "what it costs"
-    )
+    yield judged(rates, is_slow, "requests would time out", "a faster link", "what it costs")

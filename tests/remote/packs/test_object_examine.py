@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.clock import wait_for
 from tests.support.object_servers import SeaweedCluster, weed
 from tiers.block import Buffer
 from tiers.errors import TierUnavailable
+from tiers.remote import trial
 from tiers.remote.object_examine import examine
 from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.obstore_bucket import ObstoreBucket
@@ -28,12 +30,16 @@ def _said(findings: Sequence[DoctorFinding]) -> str:
     return "\n".join(f"{one.gravity}: {one.found}; {one.change}" for one in findings)
 
 
-def test_a_bucket_that_works_is_fine_and_left_empty(tmp_path: Path) -> None:
+def test_a_bucket_that_works_is_fine_and_left_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = ObjectSpec.model_validate({"url": f"file://{tmp_path}/bucket"})
     findings = list(spec.examine())
     assert {one.gravity for one in findings} == {"fine"}, _said(findings)
     assert "conditional puts" in _said(findings) and "GB/s" in _said(findings)
     assert not [*(tmp_path / "bucket").iterdir()]
+    monkeypatch.setattr(trial, "SLOWEST", math.inf)
+    assert "4 at once: requests would time out;" in _said(list(spec.examine()))
 
 
 def test_a_server_that_replaces_what_is_there_is_no_place_for_packs(
@@ -41,7 +47,9 @@ def test_a_server_that_replaces_what_is_there_is_no_place_for_packs(
 ) -> None:
     spec = ObjectSpec.model_validate({"url": f"file://{tmp_path}/bucket"})
     monkeypatch.setattr(ObstoreBucket, "put", lambda self, name, parts: True)
-    assert "error: it lets the second" in _said(list(spec.examine()))
+    said = _said(list(spec.examine()))
+    assert "error: it lets the second" in said
+    assert "error: what was stored was not there at once" in said
 
 
 @pytest.mark.parametrize(

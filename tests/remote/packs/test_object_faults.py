@@ -20,7 +20,7 @@ from tests.support.clock import Clock, wait_for  # noqa: E402
 from tests.support.filling import AT_ONCE, fill_by_processes  # noqa: E402
 from tests.support.object_servers import NO_LISTS, HttpFront, SeaweedCluster, weed  # noqa: E402
 from tiers.errors import TierUnavailable  # noqa: E402
-from tiers.remote import object_examine, object_upkeep  # noqa: E402
+from tiers.remote import object_examine, object_upkeep, trial  # noqa: E402
 from tiers.remote.lease import WATCH_BEATS, Lease  # noqa: E402
 from tiers.remote.object_spec import ObjectSpec  # noqa: E402
 from tiers.remote.object_upkeep import ObjectTerms  # noqa: E402
@@ -433,6 +433,6 @@ def test_credentials_that_may_not_list_are_named_and_the_tier_serves(
     spec = ObjectSpec.model_validate({**settings, "capacity": 1 << 30})
     *_, finding = spec.examine()
     assert finding.gravity == "error" and "list objects" in finding.change
-    monkeypatch.setattr(object_examine, "SLOWEST", 0)  # a busy machine's speed costs nothing here
+    monkeypatch.setattr(trial, "SLOWEST", 0)  # a busy machine's speed costs nothing here
     monkeypatch.setattr(object_examine, "SLOW_LOOKUP", math.inf)
     assert not [one for one in spec.model_copy(update={"capacity": None}).examine() if one.cost]
