@@ -505,8 +505,8 @@ MUTANTS = (
     KEPT.but(
         "lease",
         "former terms stay",
-        "        if older := terms[:-1]:\n",
-        "        if older := terms[:0]:\n",
+        "name_of(term) for term in terms[:-1]",
+        "name_of(term) for term in terms[:0]",
     ),
     LEASE.but(
         "lease",
@@ -517,13 +517,13 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "a beat that fails loses it for minutes",
-        "found[1] in (_NOBODY, self._owner)",
-        "found[1] == _NOBODY",
+        'owner in (b"", _NOBODY, self._owner)',
+        'owner in (b"", _NOBODY)',
     ),
     LEASE.but(
         "lease",
         "who watches lists",
-        "        if held or self._is_free(self._seen[0]):\n",
+        "        if held or self._is_free(self._look(self._seen[0])):\n",
         "        if True:\n",
     ),
     EVICTOR.but(

@@ -169,7 +169,7 @@ def there(packs: Sequence[Path]) -> list[bool]:
 
 def _hold(place: Place, holds: Any) -> None:
     kept = place.kept(10**9)
-    while not kept._evictor._count.round:
+    while not kept._room.count.round:
         time.sleep(0.01)
     holds.set()
     time.sleep(600)

@@ -70,11 +70,11 @@ def test_a_pack_that_can_t_be_deleted_keeps_no_other(place: Place) -> None:
     with pytest.raises(TierUnavailable, match="Input/output"):
         upkeep.step()
     assert there(packs) == [n < 27 or n == 39 for n in range(40)]
-    assert not upkeep.admits(3 * SIZE)
+    assert not upkeep.room.admits(3 * SIZE)
     clock.now += 200
     upkeep.step()
-    assert [upkeep.admits(SIZE) for _ in range(3)] == [True, True, False]
-    upkeep.ends(2 * SIZE, False)
+    assert [upkeep.room.admits(SIZE) for _ in range(3)] == [True, True, False]
+    upkeep.room.ends(2 * SIZE, False)
     other = place.keeper(30 * SIZE, clock)
     for number in range(2 * evictor.FAILURES):
         is_told = number >= evictor.FAILURES
@@ -99,9 +99,9 @@ def test_packs_that_are_large_beside_the_capacity_make_room_for_each_other(
     for number in range(30):
         upkeep.step()
         names.append(name := name_of(make_key()))
-        assert upkeep.admits(size), "what was put last is counted by now"
+        assert upkeep.room.admits(size), "what was put last is counted by now"
         bucket.put(name, [bytes(size)])
-        upkeep.ends(size, True)
+        upkeep.room.ends(size, True)
         os.utime(place.path / name, (number * 100, number * 100))
         for _ in range(2):  # by the second count it knows what the first may have missed
             clock.now += 100
@@ -115,7 +115,7 @@ def test_packs_that_are_large_beside_the_capacity_make_room_for_each_other(
 
 def test_one_process_alone_is_never_beyond_its_capacity(place: Place) -> None:
     upkeep = place.keeper(10 * SIZE, Clock())
-    assert [upkeep.admits(SIZE) for _ in range(12)] == [True] * 10 + [False] * 2
+    assert [upkeep.room.admits(SIZE) for _ in range(12)] == [True] * 10 + [False] * 2
 
 
 def test_a_put_without_room_is_one_round_more_and_no_other(place: Place) -> None:
@@ -129,7 +129,7 @@ def test_a_put_without_room_is_one_round_more_and_no_other(place: Place) -> None
 
     bucket.list = count
     upkeep.step()
-    assert not upkeep.admits(11 * SIZE)
+    assert not upkeep.room.admits(11 * SIZE)
     clock.now += place.pace.full.seconds
     assert place.pace.full.seconds < place.pace.usual.seconds
     upkeep.step()
@@ -145,28 +145,28 @@ def test_a_process_knows_what_others_have_put(place: Place) -> None:
     place.fill([0] * 94)
     holder.step()
     other.step()
-    assert [other.admits(SIZE) for _ in range(8)] == [True] * 6 + [False] * 2
+    assert [other.room.admits(SIZE) for _ in range(8)] == [True] * 6 + [False] * 2
     place.fill([0] * 6)
     clock.now += 100
     holder.step()
     clock.now += 100
     other.step()
-    assert other.admits(SIZE), "room was made"
-    assert not other.admits(8 * SIZE), "what it put lately may not be counted yet"
+    assert other.room.admits(SIZE), "room was made"
+    assert not other.room.admits(8 * SIZE), "what it put lately may not be counted yet"
 
 
 def test_what_a_count_may_have_missed_counts_until_the_next(place: Place) -> None:
     clock = Clock()
     upkeep = place.keeper(10 * SIZE, clock)
     upkeep.step()
-    assert upkeep.admits(6 * SIZE)
-    upkeep.ends(6 * SIZE, True)  # into a folder that was walked just before
+    assert upkeep.room.admits(6 * SIZE)
+    upkeep.room.ends(6 * SIZE, True)  # into a folder that was walked just before
     clock.now += 100
     upkeep.step()
-    assert not upkeep.admits(5 * SIZE)
+    assert not upkeep.room.admits(5 * SIZE)
     clock.now += 100
     upkeep.step()
-    assert upkeep.admits(10 * SIZE), "it is counted, or gone, by now"
+    assert upkeep.room.admits(10 * SIZE), "it is counted, or gone, by now"
 
 
 def test_a_tier_that_is_full_makes_room_and_serves(

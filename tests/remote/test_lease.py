@@ -121,8 +121,7 @@ def test_an_evictor_that_was_stopped_in_a_listing_ends_it_where_another_has_the_
             other.beat()
             clock.now += place.watch_seconds
             assert other.beat()
-            other.count = Count(7, 5 * SIZE, 10 * SIZE)
-            assert other.beat()
+            assert other.say(Count(7, 5 * SIZE, 10 * SIZE))
         yield from honest(*args)
 
     bucket.list = take

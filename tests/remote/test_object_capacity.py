@@ -54,7 +54,7 @@ def test_what_is_no_pack_of_the_prefix_is_neither_counted_nor_deleted(place: Fol
     upkeep.step()
     assert all(there([*others, *alike])) and marks.marked([b"m" * 16]) == [True]
     assert sum(there(packs)) == 9 and list((place.path / "upkeep").iterdir())
-    assert upkeep._count.used == 9 * SIZE
+    assert upkeep.room.count.used == 9 * SIZE
 
 
 def test_a_pack_that_goes_while_others_are_deleted_ends_no_round(
@@ -242,7 +242,7 @@ def test_a_put_that_finds_no_room_has_all_counted_sooner(
     upkeep, times = place.keeper(10 * SIZE, clock), lists(monkeypatch, clock, 15)
     monkeypatch.setattr(obstore, "delete", lambda store, paths: None)
     while len(times) < 7:
-        assert not upkeep.admits(20 * SIZE)
+        assert not upkeep.room.admits(20 * SIZE)
         clock.now += upkeep.step() and 1
     rounds = times[::2]  # each lists twice, to count and to delete, and is as long paused after
     assert [after - before for before, after in pairwise(rounds)] == [60.0] * 3
@@ -350,7 +350,7 @@ def test_who_may_not_delete_does_not_put_beyond_the_capacity(
 
     monkeypatch.setattr(obstore, "delete", refused)
     upkeep.step()
-    assert not upkeep.admits(SIZE)
+    assert not upkeep.room.admits(SIZE)
 
 
 @pytest.mark.fault
@@ -375,8 +375,8 @@ def test_who_may_not_list_does_not_put_beyond_the_capacity(
     for _ in range(20):
         clock.now += 1000
         upkeep.step()
-        if upkeep.admits(SIZE):
-            upkeep.ends(SIZE, stored=True)
+        if upkeep.room.admits(SIZE):
+            upkeep.room.ends(SIZE, stored=True)
             put += 1
     assert put == 10 - len(packs)
 

@@ -9,9 +9,9 @@ renews its file's time once in `USE_SECONDS`, so the order is that of the last u
 clocks agree (NFS: the server's clock alone); in an object store it is that of the stores. Nothing
 else depends on it.
 
-**The bound.** Each process adds what it has put itself to the last count, and puts nothing beyond
-the capacity. What it can't know is what others put between two counts: so much there may be beyond
-it, if it is more than the tenth that is kept free, until the next round.
+**The bound** (`Room`). Each process adds what it has put itself to the last count, and puts nothing
+beyond the capacity. What it can't know is what others put between two counts: so much there may be
+beyond it, if it is more than the tenth that is kept free, until the next round.
 
 What its user may not list or delete stays, and counts for nothing, or as before; a warning names
 it. Files and objects that no tier of this kind wrote are left alone.
@@ -69,6 +69,42 @@ class Pace(NamedTuple):
     deletes: int
 
 
+class Room:
+    """What this process may put between two counts. Many threads put. `count`: the last one that is
+    known. `wake` is set where a put finds no room, and whoever evicts need not wait."""
+
+    def __init__(self, capacity: int | None) -> None:
+        """`capacity` in bytes, over all hosts; None: there is no end of it."""
+        self.capacity = math.inf if capacity is None else capacity
+        self.count, self.wake = Count(), threading.Event()
+        self._own = self._own_before = self._putting = 0
+        """Bytes put by this process since the last count, between the two before, and in flight."""
+        self._lock = threading.Lock()
+
+    def admits(self, size: int) -> bool:
+        """Whether so many bytes may be put now; their put then `ends`."""
+        with self._lock:
+            known = self.count.used + self._own_before + self._own + self._putting
+            if known + size <= self.capacity:
+                self._putting += size
+                return True
+        self.wake.set()
+        return False
+
+    def ends(self, size: int, stored: bool) -> None:
+        """A put of so many bytes has ended. Until now no count need have them."""
+        with self._lock:
+            self._putting -= size
+            self._own += size * stored
+
+    def learn(self, count: Count) -> None:
+        with self._lock:
+            if count.round != self.count.round:
+                # A count misses what was put while it went on.
+                self._own_before, self._own = self._own, 0
+            self.count = count
+
+
 class Evictor:
     """Keeps a bucket below its capacity, with the other processes that have it open."""
 
@@ -81,7 +117,7 @@ class Evictor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`capacity` in bytes, over all hosts; None: nothing is evicted."""
-        self._bucket, self._capacity = bucket, capacity
+        self._bucket, self._capacity, self.room = bucket, capacity, Room(capacity)
         self._lease, self._pace, self._clock = lease, pace, clock
         self._next_beat = self._next_round = self._soonest_round = 0.0
         self._counted_at: float | None = None
@@ -95,11 +131,7 @@ class Evictor:
         """Why a pack of this round was left that should have gone."""
         self._failures, self._failed = 0, ""
         """Steps that failed in a row, since the last round, and why the last one did."""
-        self._count = Count()
-        self._own = self._own_before = self._putting = 0
-        """Bytes put by this process since the last count, between the two before, and in flight."""
-        self._stopped, self._wake = threading.Event(), threading.Event()
-        self._lock = threading.Lock()  # of the counts: many threads put
+        self._stopped = threading.Event()
 
     def start(self) -> Callable[[], None]:
         """Begin on a thread of its own; what ends it. Raises RuntimeError."""
@@ -107,34 +139,15 @@ class Evictor:
 
         def close() -> None:
             self._stopped.set()
-            self._wake.set()
+            self.room.wake.set()
             wait([ended], _CLOSE_SECONDS)
 
         return close
 
-    def admits(self, size: int) -> bool:
-        """Whether so many bytes may be put now; their put then `ends`."""
-        if self._capacity is None:
-            return True
-        with self._lock:
-            known = self._count.used + self._own_before + self._own + self._putting
-            if known + size <= self._capacity:
-                self._putting += size
-                return True
-        self._wake.set()
-        return False
-
-    def ends(self, size: int, stored: bool) -> None:
-        """A put of so many bytes has ended. Until now no count need have them."""
-        if self._capacity is not None:
-            with self._lock:
-                self._putting -= size
-                self._own += size * stored
-
     def warning(self) -> str:
         """What the holder of the lease can't evict, or evicts beyond another capacity than ours.
         The scheduler's process is asked, and the holder is another as a rule."""
-        count, ours = self._count, self._capacity or 0
+        count, ours = self.room.count, self._capacity or 0
         if refused := self._barred or self._refused:
             return (
                 f"not all can be evicted: {refused}; let the one user, group or credentials of "
@@ -161,8 +174,8 @@ class Evictor:
     def step(self) -> float:
         """Do what is due now; seconds until something else is. Raises TierError, OSError and
         MemoryError."""
-        if self._wake.is_set():  # a put found no room
-            self._wake.clear()
+        if self.room.wake.is_set():
+            self.room.wake.clear()
             self._next_round = self._soonest_round
         try:
             is_due = self._beat() and self._clock() >= self._next_round
@@ -198,27 +211,23 @@ class Evictor:
             except (TierError, OSError, MemoryError) as error:
                 logger.debug("the upkeep of %s: %s", self._bucket.describe(), error)
                 seconds = self._pace.beat
-            if self._wake.wait(seconds):
+            if self.room.wake.wait(seconds):
                 self._stopped.wait(self._pace.full.seconds)
         with suppress(TierError, OSError):
             self._lease.resign()
 
-    def _beat(self) -> bool:
-        """Renew or watch the lease, if it is due; whether it is held. Raises TierError, OSError."""
-        if self._clock() >= self._next_beat:
+    def _beat(self, count: Count | None = None) -> bool:
+        """Renew or watch the lease, if it is due or there is a count to say; whether it is held.
+        Raises TierError, OSError."""
+        if count or self._clock() >= self._next_beat:
             self._next_beat = self._clock() + self._pace.beat
             try:
-                self._lease.beat()
+                self._lease.say(count or self._lease.count)
             except TierRefused as error:
                 self._barred = str(error)
             else:
                 self._barred = ""
-            count = self._lease.count
-            with self._lock:
-                if count.round != self._count.round:
-                    # A count misses what was put while it went on.
-                    self._own_before, self._own = self._own, 0
-                self._count = count
+            self.room.learn(self._lease.count)
             if not self._lease.is_held:
                 self._refused, self._counted_at = "", None
         return self._lease.is_held and not self._stopped.is_set()
@@ -233,15 +242,14 @@ class Evictor:
             for pack in packs:
                 ages[_age(pack)] += pack.size
                 largest = max(largest, pack.size)
-        used = ages.total()
+        used, most = ages.total(), self.room.capacity
         grown = used - before
-        if self._capacity is not None:
-            # Else what just does not fit would be refused for ever, and nothing evicted.
-            fits = self._capacity - (largest if 2 * largest <= self._capacity else 0)
-            if used > min(HIGH * self._capacity, fits):
-                used -= self._evict(ages, used - min(int(LOW * self._capacity), fits))
-            if self._counted_at is not None and grown > 0:
-                self._lasts = (began - self._counted_at) * (self._capacity - used) / 2 / grown
+        # Else what just does not fit would be refused for ever, and nothing evicted.
+        fits = most - (largest if 2 * largest <= most else 0)
+        if used > min(HIGH * most, fits):
+            used -= self._evict(ages, used - min(int(LOW * most), fits))
+        if self._capacity and self._counted_at is not None and grown > 0:
+            self._lasts = (began - self._counted_at) * (most - used) / 2 / grown
         self._refused = self._refused_now
         if self._beat():
             self._counted_at = began
@@ -250,13 +258,11 @@ class Evictor:
             is_hindered = int(self._refused != "" or is_stuck)
             if is_hindered and not used:  # what may not be listed is not empty
                 number, used = number - 1, before
-            self._lease.count = Count(number, used, self._capacity or 0, is_hindered)
-            self._next_beat = 0.0
-            self._beat()
+            self._beat(Count(number, used, self._capacity or 0, is_hindered))
         if self._left is not None:
             raise self._left
 
-    def _evict(self, ages: Counter[int], excess: int) -> int:
+    def _evict(self, ages: Counter[int], excess: float) -> int:
         """Delete the oldest packs, of so many bytes; how many bytes they had. Raises TierError,
         OSError of the listing."""
         older = 0
@@ -264,8 +270,7 @@ class Evictor:
             older += ages[last]
             if older >= excess:
                 break
-        freed, before = 0, older - ages[last]
-        spare = excess - before  # of the last grain, some are enough
+        freed, spare = 0, excess - (older - ages[last])  # of the last grain, some are enough
         for packs in self._listed():
             old = [pack for pack in packs if _age(pack) <= last]
             for start in range(0, len(old), self._pace.deletes):
@@ -283,8 +288,7 @@ class Evictor:
     def _deleted(self, packs: Sequence[Listed]) -> bool:
         """Delete them, if they can be, and this process's user may."""
         try:
-            if packs:
-                self._bucket.delete([pack.name for pack in packs])
+            self._bucket.delete([pack.name for pack in packs])
         except TierRefused as error:
             self._note(error)
             return False
@@ -327,20 +331,20 @@ class KeptBucket:
         """`bucket` is its own. `capacity` in bytes; None: only what dead writers left is removed.
         Raises RuntimeError where a thread can't be had."""
         self._bucket = bucket
-        self._evictor = Evictor(bucket, capacity, Lease(terms, pace.beat), pace)
-        self._end_upkeep = self._evictor.start()
+        evictor = Evictor(bucket, capacity, Lease(terms, pace.beat), pace)
+        self._room, self._end_upkeep = evictor.room, evictor.start()
         self.read, self.delete, self.list = bucket.read, bucket.delete, bucket.list
-        self.describe, self.warning = bucket.describe, self._evictor.warning
+        self.describe, self.warning = bucket.describe, evictor.warning
 
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         size = sum(map(len, parts))
-        if not self._evictor.admits(size):
+        if not self._room.admits(size):
             raise TierFull(f"{self.describe()} is full; packs are being evicted")
         stored = False
         try:
             stored = self._bucket.put(name, parts)
         finally:
-            self._evictor.ends(size, stored)
+            self._room.ends(size, stored)
         return stored
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class Lease:
         self._seen: tuple[int, bytes] = (0, b"")
         self._since = clock()
         self.count = Count()
-        """The last count that any holder has written."""
+        """The last count that any holder has written; as the holder's, its next beat writes it."""
 
     @property
     def is_held(self) -> bool:
@@ -82,14 +82,19 @@ class Lease:
         Raises TierError, OSError: then it does not."""
         held, self._term = self._term, 0
         # Others' terms are listed only where the one that is known has ended: a read costs less.
-        if held or self._is_free(self._seen[0]):
+        if held or self._is_free(self._look(self._seen[0])):
             newest = self._terms.newest()
             if newest == held > 0 and self._is_ours(held):
-                if self._terms.write(held, self._note(self._owner)):
+                if self._terms.write(held, self._note()):
                     self._term = held
-            elif self._is_free(newest) and self._terms.take(newest, self._note(self._owner)):
+            elif self._is_free(self._look(newest)) and self._terms.take(newest, self._note()):
                 self._term = newest + 1
         return self.is_held
+
+    def say(self, count: Count) -> bool:
+        """As `beat`, which writes this count if the lease is held."""
+        self.count = count
+        return self.beat()
 
     def resign(self) -> None:
         """Let others take it at once, if it is held. Raises TierError, OSError."""
@@ -99,30 +104,31 @@ class Lease:
 
     def last_count(self) -> Count:
         """What the holder has counted, for a process without upkeep. Raises TierError, OSError."""
-        self._is_free(self._terms.newest())
+        self._look(self._terms.newest())
         return self.count
 
     def _is_ours(self, term: int) -> bool:
         """Whether it is the term that this process has made: where somebody deletes that, another
         process may make one of the same number."""
-        found = _NOTE.match(self._terms.read(term))
-        return found is not None and found[1] == self._owner
+        return self._terms.read(term).startswith(self._owner + b" ")
 
-    def _is_free(self, term: int) -> bool:
-        """Whether nobody holds this term any more, as far as it was watched."""
+    def _look(self, term: int) -> bytes:
+        """Watch this term, and take over its count; whose it is, or empty: it is gone."""
         note = self._terms.read(term) if term else b""
-        found = _NOTE.match(note)
-        if found:
+        if found := _NOTE.match(note):
             self.count = Count(*(int(number or 0) for number in found.groups()[2:]))
         if (term, note) != self._seen:
             self._seen, self._since = (term, note), self._clock()
-        # Its own: a beat that failed was the last.
-        is_left = not note or (found is not None and found[1] in (_NOBODY, self._owner))
+        return found[1] if found else note
+
+    def _is_free(self, owner: bytes) -> bool:
+        """Whether nobody holds the term that was looked at last, as far as it was watched."""
+        is_left = owner in (b"", _NOBODY, self._owner)  # its own: a beat that failed was the last
         return is_left or self._clock() - self._since >= self._watch
 
-    def _note(self, owner: bytes) -> bytes:
+    def _note(self, owner: bytes | None = None) -> bytes:
         self._beats += 1
-        note = b"%b %d %d %d %d %d " % (owner, self._beats, *self.count)
+        note = b"%b %d %d %d %d %d " % (owner or self._owner, self._beats, *self.count)
         return note.ljust(NOTE_BYTES - 1) + b"\n"
 
 

@@ -28,9 +28,8 @@ class ObjectTerms:
 
     def newest(self) -> int:
         terms = terms_of(self._bucket.names(FOLDER))
-        if older := terms[:-1]:
-            with suppress(TierError, OSError):  # who may not delete finds that out by its packs
-                self._bucket.delete([name_of(term) for term in older])
+        with suppress(TierError, OSError):  # who may not delete finds that out by its packs
+            self._bucket.delete([name_of(term) for term in terms[:-1]])
         return terms[-1] if terms else 0
 
     def take(self, term: int, note: bytes) -> bool:

@@ -182,7 +182,7 @@ def load(stream: Stream, requests: Sequence[GetRequest], on_value: OnValue, wind
     lengths = {len(request.payload) for request in requests}
     size = HEADER_BYTES + max(lengths)
     ahead = max(2, window.num_bytes // size)  # with one the link would idle for a round trip
-    together = TOGETHER_BYTES // size if len(lengths) == 1 and stream.scatters else 1
+    together = TOGETHER_BYTES // size if len(lengths) == 1 and not stream.is_tls else 1
     requested = position = moved = 0
     began = time.monotonic()
     while position < len(requests):

@@ -66,8 +66,7 @@ class RedisRecords(RedisNames):
     def listed(self) -> Iterator[Sequence[StoredRecord]]:
         """As the server scans its names, so that one may come twice."""
         for names in self._scan(self._prefix):
-            some = [name for name in names if not name.startswith(self._prefix + _NOTES)]
-            if some:
+            if some := [name for name in names if not name.startswith(self._prefix + _NOTES)]:
                 yield self._looked_at(some)
 
     def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:

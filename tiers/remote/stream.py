@@ -80,10 +80,10 @@ class Stream:
 
     def __init__(self, connected: socket.socket, deadline: Deadline) -> None:
         self._socket = connected
-        self._is_tls = isinstance(connected, ssl.SSLSocket)
+        self.is_tls = isinstance(connected, ssl.SSLSocket)
         self._deadline = deadline
         self._waits = math.inf
-        if not self._is_tls:
+        if not self.is_tls:
             # The kernel bounds the waits. Python's own timeout polls before each call, which costs
             # a system call and another turn for the interpreter's lock.
             connected.settimeout(None)
@@ -95,11 +95,6 @@ class Stream:
     def is_drained(self) -> bool:
         """Whether everything received has been read."""
         return self._start == self._end
-
-    @property
-    def scatters(self) -> bool:
-        """Whether one call fills several views, by `scatter`; over TLS none does."""
-        return not self._is_tls
 
     def send(self, parts: Sequence[Buffer]) -> None:
         views = [memoryview(part) for part in parts if len(part)]
@@ -186,7 +181,7 @@ class Stream:
     def _receive(self, *memory: memoryview, flags: int = 0) -> int:
         self._limit_waits()
         try:
-            if self._is_tls:  # which has no recvmsg_into
+            if self.is_tls:  # which has no recvmsg_into
                 count = self._socket.recv_into(memory[0])
             else:
                 count = self._socket.recvmsg_into(memory, 0, flags)[0]
@@ -199,7 +194,7 @@ class Stream:
     def _send_some(self, views: list[memoryview]) -> int:
         self._limit_waits()
         try:
-            if self._is_tls:  # which has no sendmsg
+            if self.is_tls:  # which has no sendmsg
                 return self._socket.send(_one_record(views))
             return self._socket.sendmsg(views)
         except BlockingIOError:
@@ -211,7 +206,7 @@ class Stream:
         if left >= 0.9 * self._waits:
             return
         self._waits = left
-        if self._is_tls:
+        if self.is_tls:
             self._socket.settimeout(left)
         else:
             limit = _TIMEVAL.pack(*divmod(int(left * 1e6) + 1, 10**6))
