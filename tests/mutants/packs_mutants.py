@@ -181,7 +181,7 @@ MUTANTS = (
     SEARCH.but(
         "prefixes",
         "what is known is asked for again",
-        "    at = before[-1] if before else 0\n",
+        "    at = max((end for end in ends if end <= first), default=0)\n",
         "    at = 0\n",
         equal="it costs a put of an answer's block a read for each block before",
     ),
@@ -300,8 +300,8 @@ MUTANTS = (
     STORE.but(
         "scale",
         "get loads 32 groups",
-        "        pieces = [piece for group in groups for piece in self._guess(group)]\n        gone",
-        "        groups = groups[:32]\n        pieces = [piece for group in groups for piece in self._guess(group)]\n        gone",
+        "        pieces = [piece for group in groups for piece in self._guess(group, hits)]\n        gone",
+        "        groups = groups[:32]\n        pieces = [piece for group in groups for piece in self._guess(group, hits)]\n        gone",
     ),
     # -- truth -------------------------------------------------------------------------------
     STORE.but("truth", "renewed blocks are not counted", RENEWED, "                pass\n"),

@@ -11,7 +11,7 @@ import pytest
 
 from tiers.block import HEADER_BYTES
 from tiers.remote import pipeline
-from tiers.remote.pipeline import LEAST_BYTES, MOST_BYTES, GetRequest, Record, Window
+from tiers.remote.pipeline import LEAST_BYTES, MOST_BYTES, Record, Window
 from tiers.remote.stream import (
     AHEAD_BYTES,
     OK,
@@ -94,10 +94,8 @@ Loaded = list[tuple[int, bytes | None]]
 
 def loaded(replies: bytes, count: int, piece: int, payload_bytes: int = PAYLOAD) -> Loaded:
     """What `load` says of so many values; nothing else may have been received."""
-    requests = [
-        GetRequest(b"name %d" % number, memoryview(bytearray(payload_bytes)))
-        for number in range(count)
-    ]
+    names = [b"name %d" % number for number in range(count)]
+    payloads = [memoryview(bytearray(payload_bytes)) for _ in names]
     got: Loaded = []
 
     def on_value(position: int, record: Record | None) -> None:
@@ -105,7 +103,7 @@ def loaded(replies: bytes, count: int, piece: int, payload_bytes: int = PAYLOAD)
         got.append((position, whole))
 
     with answering(replies, piece) as stream:
-        pipeline.load(stream, requests, on_value, Window())
+        pipeline.load(stream, names, payloads, on_value, Window())
         assert stream.is_drained
     return got
 

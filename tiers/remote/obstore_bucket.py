@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
@@ -264,26 +264,35 @@ class ObstoreBucket:
     def _call(self, call: Callable[[Any], T]) -> T:
         """Call it with the store; again where that may help. Raises FileNotFoundError and
         AlreadyExistsError as obstore does, else TierUnavailable."""
-        with self._translated():
-            began, tries = time.monotonic(), 0
-            while True:
-                store = self._store
-                try:
-                    result = call(store)
-                except (GenericError, PermissionDeniedError, UnauthenticatedError) as error:
-                    if _is_refused(error):
-                        if tries or not self._renewed(store):
-                            raise
-                    else:
-                        is_late = time.monotonic() > began + self._timeout or not time_left()
-                        is_vain = is_late or _is_full(error)
-                        if tries >= RETRIES or is_vain or not self._budget.spend():
-                            raise
-                        time.sleep(FIRST_PAUSE * 2**tries * random.uniform(0.5, 1.5))
+        try:
+            return self._tried(call)
+        except (FileNotFoundError, AlreadyExistsError):
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            refused = TierRefused if _is_refused(error) else TierUnavailable
+            kind = TierFull if _is_full(error) else refused
+            raise kind(f"{self._place}: {reason(error)}") from None
+
+    def _tried(self, call: Callable[[Any], T]) -> T:
+        began, tries = time.monotonic(), 0
+        while True:
+            store = self._store
+            try:
+                result = call(store)
+            except (GenericError, PermissionDeniedError, UnauthenticatedError) as error:
+                if _is_refused(error):
+                    if tries or not self._renewed(store):
+                        raise
                 else:
-                    self._budget.earn()
-                    return result
-                tries += 1
+                    is_late = time.monotonic() > began + self._timeout or not time_left()
+                    is_vain = is_late or _is_full(error)
+                    if tries >= RETRIES or is_vain or not self._budget.spend():
+                        raise
+                    time.sleep(FIRST_PAUSE * 2**tries * random.uniform(0.5, 1.5))
+            else:
+                self._budget.earn()
+                return result
+            tries += 1
 
     def _renewed(self, store: Any) -> bool:
         """Make the store anew: files of secrets may hold others. Whether there is another now."""
@@ -298,17 +307,6 @@ class ObstoreBucket:
             except TierUnusable:  # a file is being replaced
                 return False
             return True
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except (FileNotFoundError, AlreadyExistsError):
-            raise
-        except (BaseError, OSError, ValueError) as error:
-            refused = TierRefused if _is_refused(error) else TierUnavailable
-            kind = TierFull if _is_full(error) else refused
-            raise kind(f"{self._place}: {reason(error)}") from None
 
 
 def _is_refused(error: Exception) -> bool:

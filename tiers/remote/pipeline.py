@@ -77,13 +77,6 @@ class Record(NamedTuple):
     checksum: bytes | None = None
 
 
-class GetRequest(NamedTuple):
-    """A value to load: its name, and memory of the length of its payload."""
-
-    name: bytes
-    payload: memoryview
-
-
 SMALL_BYTES = 16 << 10
 """Values up to this many bytes are received several at a time, and copied once more: each receive
 lets another thread of the process run, which may take 5 ms."""
@@ -176,31 +169,37 @@ def _around(name: int, value: int, expiry: tuple[bytes, ...]) -> tuple[bytes, by
     return begin, b"\r\n" + bulk_header(value), b"\r\n" + b"".join(map(bulk, expiry))
 
 
-def load(stream: Stream, requests: Sequence[GetRequest], on_value: OnValue, window: Window) -> None:
-    """GET the values into their memory; call `on_value` for each while the next are in flight."""
-    names = [request.name for request in requests]
-    lengths = {len(request.payload) for request in requests}
+def load(
+    stream: Stream,
+    names: Sequence[bytes],
+    payloads: Sequence[memoryview],
+    on_value: OnValue,
+    window: Window,
+) -> None:
+    """GET the values into memory of their payloads' lengths; call `on_value` for each while the
+    next are in flight."""
+    lengths = set(map(len, payloads))
     size = HEADER_BYTES + max(lengths)
     ahead = max(2, window.num_bytes // size)  # with one the link would idle for a round trip
     together = TOGETHER_BYTES // size if len(lengths) == 1 and not stream.is_tls else 1
     requested = position = moved = 0
     began = time.monotonic()
-    while position < len(requests):
+    while position < len(names):
         # Requests go out by halves of the window: one send for each costs as much as its value.
-        if requested < len(requests) and requested - position <= ahead // 2:
-            upto = min(position + ahead, len(requests))
+        if requested < len(names) and requested - position <= ahead // 2:
+            upto = min(position + ahead, len(names))
             stream.send([each_command(b"GET", names[requested:upto])])
             requested = upto
         if together > 1:
             upto = min(position + together, requested)
-            for record in _whole_values(stream, [each.payload for each in requests[position:upto]]):
+            for record in _whole_values(stream, payloads[position:upto]):
                 on_value(position, record)
                 moved += size
                 position += 1
             if position < upto:
                 together = 1
             continue
-        found, value = _read_value(stream, requests[position].payload)
+        found, value = _read_value(stream, payloads[position])
         if found:
             on_value(position, value)
             moved += size

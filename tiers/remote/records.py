@@ -23,7 +23,7 @@ from tiers.block import (
 from tiers.errors import OtherFormat, RecordError
 from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
 from tiers.remote import pipeline
-from tiers.remote.pipeline import GetRequest, Record
+from tiers.remote.pipeline import Record
 from tiers.remote.pools import ConnectionSettings
 from tiers.remote.redis_store import RedisNames
 from tiers.remote.stream import (
@@ -131,9 +131,10 @@ class RedisRecords(RedisNames):
                 findings[here[at]] = self._check(some[here[at]].name, record, use)
 
             _do_not_touch(stream)
-            requests = [_request(some[at].name, some[at].size) for at in here]
-            if requests:
-                pipeline.load(stream, requests, on_value, self._window)
+            asked = [some[at].name for at in here]
+            memory = [memoryview(bytearray(max(0, some[at].size - HEADER_BYTES))) for at in here]
+            if here:
+                pipeline.load(stream, asked, memory, on_value, self._window)
 
         names = [record.name for record in some]
         size = sum(record.size for record in some)
@@ -220,10 +221,6 @@ def _do_not_touch(stream: Stream) -> None:
     stream.send([command(b"CLIENT", b"NO-TOUCH", b"ON")])
     with suppress(ServerError):  # an older server, or one whose rules forbid it
         read_status(stream)
-
-
-def _request(name: bytes, size: int) -> GetRequest:
-    return GetRequest(name, memoryview(bytearray(max(0, size - HEADER_BYTES))))
 
 
 def _payload_bytes(key: bytes, front: bytes, size: int) -> int:

@@ -17,7 +17,7 @@ from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import OtherFormat, RecordError, TierUnavailable, TierUnusable
 from tiers.remote import pipeline
-from tiers.remote.pipeline import GetRequest, Record, Window
+from tiers.remote.pipeline import Record, Window
 from tiers.remote.pools import ConnectionSettings, is_of_files, reason
 from tiers.remote.stream import SLOWEST, Deadline, ServerError, Stream, each_command, read_flags
 from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation, open_topology
@@ -186,8 +186,8 @@ class RedisStore(RedisNames):
                     hits[here[at]] = True
 
             if here:
-                requests = [GetRequest(names[index], blocks[index].payload) for index in here]
-                pipeline.load(stream, requests, on_value, self._window)
+                asked, memory = [names[at] for at in here], [blocks[at].payload for at in here]
+                pipeline.load(stream, asked, memory, on_value, self._window)
 
         try:
             self._dispatch(names, "reads", operation, deadline)

@@ -256,8 +256,7 @@ def _at_nodes(
     """Group the positions by the node that serves their names; omit names that no node serves."""
     batches: dict[Node, list[int]] = {}
     for position in positions:
-        node = served[key_slot(names[position])]
-        if node is not None:
+        if (node := served[key_slot(names[position])]) is not None:
             batches.setdefault(node, []).append(position)
     return batches
 

@@ -76,10 +76,7 @@ class BucketMarks:
 
     def marked(self, names: Sequence[bytes]) -> list[bool]:
         executor = IoExecutor(min(_AT_ONCE, len(names)), "marks")
-        try:
-            return [*executor.map(self._is_marked, names)]
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+        return [*executor.map(self._is_marked, names)]
 
     def _is_marked(self, name: bytes) -> bool:
         into = [memoryview(bytearray(len(_REST)))]
