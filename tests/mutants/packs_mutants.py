@@ -10,13 +10,13 @@ OVER_FILES = Source("shared", "tiers/remote/packs/pack_store.py")
 PACK = Source("object", "tiers/remote/packs/pack.py")
 SEARCH = Source("object", "tiers/remote/packs/search.py")
 RECENT = Source("object", "tiers/recent.py")
-BUCKET = Source("object", "tiers/remote/obstore_bucket.py")
+BUCKET = Source("object", "tiers/remote/object/obstore_bucket.py")
 SPEC = Source("object", "tiers/remote/object_spec.py")
 
-KEPT = Source("capacity", "tiers/remote/object_upkeep.py")
-LISTED = Source("capacity", "tiers/remote/obstore_bucket.py")
-EVICTOR = Source("capacity", "tiers/remote/evictor.py")
-LEASE = Source("capacity", "tiers/remote/lease.py")
+KEPT = Source("capacity", "tiers/remote/object/upkeep.py")
+LISTED = Source("capacity", "tiers/remote/object/obstore_bucket.py")
+EVICTOR = Source("capacity", "tiers/remote/packs/evictor.py")
+LEASE = Source("capacity", "tiers/remote/packs/lease.py")
 
 MARKED = "        held[span.at : span.stop] = [True] * span.count\n"
 MATCHED = "count = 0 if index is None else index.matches(keys, at)\n"

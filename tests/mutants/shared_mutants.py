@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Source
 
-BUCKET = Source("shared", "tiers/remote/directory_bucket.py")
-FILES = Source("shared", "tiers/remote/directory_files.py")
+BUCKET = Source("shared", "tiers/remote/shared/directory_bucket.py")
+FILES = Source("shared", "tiers/remote/shared/files.py")
 SPEC = Source("shared", "tiers/remote/shared_spec.py")
 
-KEPT = Source("upkeep", "tiers/remote/directory_bucket.py")
-WRITTEN = Source("upkeep", "tiers/remote/directory_files.py")
-LEFT = Source("upkeep", "tiers/remote/directory_upkeep.py")
-EVICTOR = Source("upkeep", "tiers/remote/evictor.py")
-ENDS = Source("shared", "tiers/remote/evictor.py")
-LEASE = Source("upkeep", "tiers/remote/lease.py")
+KEPT = Source("upkeep", "tiers/remote/shared/directory_bucket.py")
+WRITTEN = Source("upkeep", "tiers/remote/shared/files.py")
+LEFT = Source("upkeep", "tiers/remote/shared/upkeep.py")
+EVICTOR = Source("upkeep", "tiers/remote/packs/evictor.py")
+ENDS = Source("shared", "tiers/remote/packs/evictor.py")
+LEASE = Source("upkeep", "tiers/remote/packs/lease.py")
 
 RENAME = "            os.link(temporary, path)\n"
 
@@ -34,7 +34,7 @@ MUTANTS = (
         "delete takes one name",
         "            for name in names:\n                with unless_gone",
         "            for name in list(names)[:1]:\n                with unless_gone",
-        survives="packs of a damaged batch go one a load; tests/remote/test_directory_bucket.py has all",
+        survives="packs of a damaged batch go one a load; tests/remote/shared/test_directory_bucket.py has all",
     ),
     BUCKET.but(
         "answers",

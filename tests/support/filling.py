@@ -10,9 +10,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from spec.offloading import StoreContext
-from tiers.remote import object_upkeep
-from tiers.remote.evictor import Pause
+from tiers.remote.object import upkeep as object_upkeep
 from tiers.remote.object_spec import ObjectSpec
+from tiers.remote.packs.evictor import Pause
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
 

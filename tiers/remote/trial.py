@@ -8,7 +8,7 @@ from functools import partial
 
 from spec.fields import format_number
 from spec.findings import DoctorFinding
-from tiers.remote.stream import SLOWEST
+from tiers.remote.deadline import SLOWEST
 from tiers.store import Block, TierStore
 from tiers.timed import timed
 

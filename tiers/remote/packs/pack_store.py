@@ -20,6 +20,7 @@ from tiers.concurrency.executors import IoExecutor, require_unforked, settle
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import OtherFormat, RecordError, TierError, TierNotOpen, TierUnavailable
 from tiers.recent import RecentDict
+from tiers.remote.deadline import SLOWEST, Deadline
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.pack import (
@@ -33,7 +34,6 @@ from tiers.remote.packs.pack import (
     record_start,
 )
 from tiers.remote.packs.search import Found, Span
-from tiers.remote.stream import SLOWEST, Deadline
 from tiers.store import Block, PutCounts, Warns, time_left
 
 logger = logging.getLogger(__name__)
