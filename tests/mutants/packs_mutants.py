@@ -520,6 +520,7 @@ MUTANTS = (
         'owner in (b"", _NOBODY, self._owner)',
         'owner in (b"", _NOBODY)',
     ),
+    LEASE.but("lease", "a beat changes nothing", "        self._beats += 1\n", ""),
     LEASE.but(
         "lease",
         "who watches lists",

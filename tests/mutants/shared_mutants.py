@@ -372,7 +372,6 @@ MUTANTS = (
         "        return is_left or self._clock() - self._since >= self._watch\n",
         "        return is_left or self._clock() - self._since >= 0\n",
     ),
-    LEASE.but("lease", "a beat changes nothing", "        self._beats += 1\n", ""),
     LEASE.but(
         "lease",
         "who watches sees no change",
