@@ -123,7 +123,7 @@ class Objects(Bench):
     """In a bucket."""
 
     def __init__(self, settings: dict[str, Any], payload_bytes: int, stack: ExitStack) -> None:
-        from tiers.remote.obstore_bucket import ObstoreBucket
+        from tiers.remote.object.obstore_bucket import ObstoreBucket
 
         spec = ObjectSpec.model_validate({"timeout": "1m", **settings})
         store = spec.open(StoreContext(payload_bytes))

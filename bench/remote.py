@@ -26,8 +26,8 @@ from bench.report import Case, Measure
 from spec.offloading import StoreContext
 from tiers.block import digest
 from tiers.host.slot_memory import SlotMemory
+from tiers.remote.redis.stream import array_header, bulk_header, command
 from tiers.remote.spec import RedisSpec
-from tiers.remote.stream import array_header, bulk_header, command
 from tiers.store import Block, GatheredBlock
 
 BLOCKS = 64

@@ -21,9 +21,9 @@ from tiers.disk.folder import owner
 from tiers.disk.folder.owner import Host
 from tiers.disk.index.index import INDEX_FORMAT
 from tiers.disk.spec import DiskSpec
-from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.packs.pack import PACK_VERSION, pack_index
 from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.shared.directory_bucket import DirectoryBucket
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, TierStore
 from tiers.wrappers.encryption import BlockCipher, encrypted_bytes, key_mark

@@ -26,7 +26,8 @@ from tiers.block import HEADER_BYTES, expect, parse_header, verify
 from tiers.codec import CODECS, decode
 from tiers.disk.index.edit import parse_changes, parse_entry
 from tiers.errors import RecordError, TraceError
-from tiers.remote.stream import Deadline, ServerError, Stream, StreamError, read_flags
+from tiers.remote.deadline import Deadline
+from tiers.remote.redis.stream import ServerError, Stream, StreamError, read_flags
 from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header
 

@@ -198,7 +198,7 @@ class InPacks(Tier):
         return PackMedium(self.path, self.name)
 
     def test_a_batch_with_less_room_than_it_needs(self) -> None:
-        raise SkipTest("it makes room in rounds, beside its puts (tests/remote/test_evictor.py)")
+        raise SkipTest("it makes room in rounds, beside its puts (remote/packs/test_evictor.py)")
 
 
 class TestObject(InPacks):

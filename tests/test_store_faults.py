@@ -30,9 +30,9 @@ from tiers.disk.folder import folder, owner
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable
-from tiers.remote.redis_store import RedisStore
+from tiers.remote.redis.redis_store import RedisStore
+from tiers.remote.redis.stream import PIECE_BYTES
 from tiers.remote.spec import RedisSpec
-from tiers.remote.stream import PIECE_BYTES
 from tiers.store import TierStore
 from tiers.testing import Memory, make_key
 from tiers.testing.trial import Medium

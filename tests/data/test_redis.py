@@ -17,7 +17,7 @@ from tests.data.test_inspection import NOTE
 from tests.support.redis_verbs import PAYLOAD, get, name, opened, put
 from tests.support.servers import RedisServer
 from tests.support.topologies import cluster
-from tiers.remote import records as remote_records
+from tiers.remote.redis import records as remote_records
 from tiers.remote.spec import RedisSpec
 from tiers.store import GatheredBlock
 from tiers.testing import make_key

@@ -60,7 +60,7 @@ class Upkeep:
     what both kinds of place have but of the `other`."""
 
     def __init__(self, other: str, *files: str) -> None:
-        named = ("test_lease.py", "test_evictor.py", *files)
+        named = ("packs/test_lease.py", "packs/test_evictor.py", *files)
         paths = [str(ROOT / "tests" / "remote" / file) for file in named]
         self._chosen = ["-k", f"not {other}", *paths]
 
@@ -71,7 +71,7 @@ class Upkeep:
         assert not failed.name, failed.name
 
 
-OF_DIRECTORIES = ("test_directory_upkeep.py", "test_directory_bucket.py")
+OF_DIRECTORIES = ("shared/test_upkeep.py", "shared/test_directory_bucket.py")
 
 
 class _First:
@@ -111,7 +111,7 @@ def open_kits(stores: set[str]) -> Iterator[dict[str, OpenKit]]:
         "object": open_object,
         "shared": open_shared,
         "upkeep": lambda folder: Upkeep("FolderBucket", *OF_DIRECTORIES),
-        "capacity": lambda folder: Upkeep("SharedDirectory", "test_object_capacity.py"),
+        "capacity": lambda folder: Upkeep("SharedDirectory", "object/test_capacity.py"),
         **{name: open_policy(name) for name in ("lru", "arc", "admission")},
     }
     if "redis" not in stores:

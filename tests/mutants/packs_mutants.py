@@ -10,13 +10,13 @@ OVER_FILES = Source("shared", "tiers/remote/packs/pack_store.py")
 PACK = Source("object", "tiers/remote/packs/pack.py")
 SEARCH = Source("object", "tiers/remote/packs/search.py")
 RECENT = Source("object", "tiers/recent.py")
-BUCKET = Source("object", "tiers/remote/obstore_bucket.py")
+BUCKET = Source("object", "tiers/remote/object/obstore_bucket.py")
 SPEC = Source("object", "tiers/remote/object_spec.py")
 
-KEPT = Source("capacity", "tiers/remote/object_upkeep.py")
-LISTED = Source("capacity", "tiers/remote/obstore_bucket.py")
-EVICTOR = Source("capacity", "tiers/remote/evictor.py")
-LEASE = Source("capacity", "tiers/remote/lease.py")
+KEPT = Source("capacity", "tiers/remote/object/upkeep.py")
+LISTED = Source("capacity", "tiers/remote/object/obstore_bucket.py")
+EVICTOR = Source("capacity", "tiers/remote/packs/evictor.py")
+LEASE = Source("capacity", "tiers/remote/packs/lease.py")
 
 MARKED = "        held[span.at : span.stop] = [True] * span.count\n"
 MATCHED = "count = 0 if index is None else index.matches(keys, at)\n"
@@ -181,7 +181,7 @@ MUTANTS = (
     SEARCH.but(
         "prefixes",
         "what is known is asked for again",
-        "    at = before[-1] if before else 0\n",
+        "    at = max((end for end in ends if end <= first), default=0)\n",
         "    at = 0\n",
         equal="it costs a put of an answer's block a read for each block before",
     ),
@@ -300,8 +300,8 @@ MUTANTS = (
     STORE.but(
         "scale",
         "get loads 32 groups",
-        "        pieces = [piece for group in groups for piece in self._guess(group)]\n        gone",
-        "        groups = groups[:32]\n        pieces = [piece for group in groups for piece in self._guess(group)]\n        gone",
+        "        pieces = [piece for group in groups for piece in self._guess(group, hits)]\n        gone",
+        "        groups = groups[:32]\n        pieces = [piece for group in groups for piece in self._guess(group, hits)]\n        gone",
     ),
     # -- truth -------------------------------------------------------------------------------
     STORE.but("truth", "renewed blocks are not counted", RENEWED, "                pass\n"),
@@ -505,8 +505,8 @@ MUTANTS = (
     KEPT.but(
         "lease",
         "former terms stay",
-        "        if older := terms[:-1]:\n",
-        "        if older := terms[:0]:\n",
+        "name_of(term) for term in terms[:-1]",
+        "name_of(term) for term in terms[:0]",
     ),
     LEASE.but(
         "lease",
@@ -517,13 +517,14 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "a beat that fails loses it for minutes",
-        "found[1] in (_NOBODY, self._owner)",
-        "found[1] == _NOBODY",
+        'owner in (b"", _NOBODY, self._owner)',
+        'owner in (b"", _NOBODY)',
     ),
+    LEASE.but("lease", "a beat changes nothing", "        self._beats += 1\n", ""),
     LEASE.but(
         "lease",
         "who watches lists",
-        "        if held or self._is_free(self._seen[0]):\n",
+        "        if held or self._is_free(self._look(self._seen[0])):\n",
         "        if True:\n",
     ),
     EVICTOR.but(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Source
 
-STORE = Source("redis", "tiers/remote/redis_store.py")
-PIPES = Source("redis", "tiers/remote/pipeline.py")
-STREAM = Source("redis", "tiers/remote/stream.py")
+STORE = Source("redis", "tiers/remote/redis/redis_store.py")
+PIPES = Source("redis", "tiers/remote/redis/pipeline.py")
+STREAM = Source("redis", "tiers/remote/redis/stream.py")
+DEADLINE = Source("redis", "tiers/remote/deadline.py")
 SPEC = Source("redis", "tiers/remote/spec.py")
 
 HAS = '        return self._ask(self._names(keys), "reads", self._limit(len(keys) // ASKED), b"EXISTS")\n'
@@ -130,7 +131,7 @@ MUTANTS = (
         "EACH = 0.01\n",
         "EACH = 0.01\nLEFT: list[object] = []\n",
     ),
-    STREAM.but(
+    DEADLINE.but(
         "time",
         "it goes on once it is given up",
         "        left = min(self._ends - time.monotonic(), time_left())\n",

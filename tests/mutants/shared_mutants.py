@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Source
 
-BUCKET = Source("shared", "tiers/remote/directory_bucket.py")
-FILES = Source("shared", "tiers/remote/directory_files.py")
+BUCKET = Source("shared", "tiers/remote/shared/directory_bucket.py")
+FILES = Source("shared", "tiers/remote/shared/files.py")
 SPEC = Source("shared", "tiers/remote/shared_spec.py")
 
-KEPT = Source("upkeep", "tiers/remote/directory_bucket.py")
-WRITTEN = Source("upkeep", "tiers/remote/directory_files.py")
-LEFT = Source("upkeep", "tiers/remote/directory_upkeep.py")
-EVICTOR = Source("upkeep", "tiers/remote/evictor.py")
-ENDS = Source("shared", "tiers/remote/evictor.py")
-LEASE = Source("upkeep", "tiers/remote/lease.py")
+KEPT = Source("upkeep", "tiers/remote/shared/directory_bucket.py")
+WRITTEN = Source("upkeep", "tiers/remote/shared/files.py")
+LEFT = Source("upkeep", "tiers/remote/shared/upkeep.py")
+EVICTOR = Source("upkeep", "tiers/remote/packs/evictor.py")
+ENDS = Source("shared", "tiers/remote/packs/evictor.py")
+LEASE = Source("upkeep", "tiers/remote/packs/lease.py")
 
 RENAME = "            os.link(temporary, path)\n"
 
@@ -34,7 +34,7 @@ MUTANTS = (
         "delete takes one name",
         "            for name in names:\n                with unless_gone",
         "            for name in list(names)[:1]:\n                with unless_gone",
-        survives="packs of a damaged batch go one a load; tests/remote/test_directory_bucket.py has all",
+        survives="packs of a damaged batch go one a load; tests/remote/shared/test_directory_bucket.py has all",
     ),
     BUCKET.but(
         "answers",
@@ -228,20 +228,20 @@ MUTANTS = (
     EVICTOR.but(
         "bound",
         "a put is not counted",
-        "            self._evictor.ends(size, stored)\n",
+        "            self._room.ends(size, stored)\n",
         "            pass\n",
     ),
     EVICTOR.but(
         "bound",
         "a put that failed counts",
-        "            self._evictor.ends(size, stored)\n",
-        "            self._evictor.ends(size, True)\n",
+        "            self._room.ends(size, stored)\n",
+        "            self._room.ends(size, True)\n",
     ),
     EVICTOR.but(
         "bound",
         "a full directory is put into",
-        "        if not self._evictor.admits(size):\n",
-        "        if not self._evictor.admits(0):\n",
+        "        if not self._room.admits(size):\n",
+        "        if not self._room.admits(0):\n",
     ),
     EVICTOR.but(
         "bound", "what is in flight is not counted", "                self._putting += size\n", ""
@@ -256,18 +256,18 @@ MUTANTS = (
         "bound",
         "what was counted counts twice",
         "                self._own_before, self._own = self._own, 0\n",
-        "                self._own_before += self._own\n                    self._own = 0\n",
+        "                self._own_before += self._own\n                self._own = 0\n",
     ),
     EVICTOR.but(
         "bound",
         "a count is not learnt",
-        "                self._count = count\n",
-        "                pass\n",
+        "            self.count = count\n",
+        "            pass\n",
     ),
     EVICTOR.but(
         "bound",
         "a put that finds no room wakes nobody",
-        "        self._wake.set()\n        return False\n",
+        "        self.wake.set()\n        return False\n",
         "        return False\n",
         survives="room is made all the same, in the next round",
     ),
@@ -286,26 +286,26 @@ MUTANTS = (
     EVICTOR.but(
         "eviction",
         "nothing goes",
-        "            if packs:\n                self._bucket.delete(",
-        "            if not packs:\n                self._bucket.delete(",
+        "            self._bucket.delete([pack.name for pack in packs])\n",
+        "            pass\n",
     ),
     EVICTOR.but(
         "eviction",
         "it begins below the capacity",
-        "min(HIGH * self._capacity",
-        "min(LOW * self._capacity / 2",
+        "min(HIGH * most",
+        "min(LOW * most / 2",
     ),
     EVICTOR.but(
         "eviction",
         "it ends too late",
-        "min(int(LOW * self._capacity)",
-        "min(int(LOW * self._capacity / 2)",
+        "min(int(LOW * most)",
+        "min(int(LOW * most / 2)",
     ),
     EVICTOR.but(
         "eviction",
         "it ends too soon",
-        "min(int(LOW * self._capacity)",
-        "min(int(HIGH * self._capacity)",
+        "min(int(LOW * most)",
+        "min(int(HIGH * most)",
     ),
     LEFT.but(
         "eviction",
@@ -372,7 +372,6 @@ MUTANTS = (
         "        return is_left or self._clock() - self._since >= self._watch\n",
         "        return is_left or self._clock() - self._since >= 0\n",
     ),
-    LEASE.but("lease", "a beat changes nothing", "        self._beats += 1\n", ""),
     LEASE.but(
         "lease",
         "who watches sees no change",

@@ -24,7 +24,7 @@ from tiers.remote.object_spec import ObjectSpec
 spec = ObjectSpec(url=f"file://{sys.argv[1]}")
 limit, start = resource.getrlimit(resource.RLIMIT_NOFILE), threading.Thread.start
 # What it imports needs descriptors, too.
-import tiers.remote.obstore_bucket, tiers.remote.packs.pack_store
+import tiers.remote.object.obstore_bucket, tiers.remote.packs.pack_store
 
 def refuse(self):
     raise RuntimeError("can't start new thread")
@@ -117,7 +117,7 @@ def test_no_secret_is_in_a_spec_or_in_what_its_client_says(
 
 
 def test_without_the_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delitem(sys.modules, "tiers.remote.obstore_bucket", raising=False)
+    monkeypatch.delitem(sys.modules, "tiers.remote.object.obstore_bucket", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(TierUnusable, match=r"kvtiers\[object\]"):
         spec(url=f"file://{tmp_path}").open(StoreContext(4096))

@@ -10,9 +10,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from spec.offloading import StoreContext
-from tiers.remote import object_upkeep
-from tiers.remote.evictor import Pause
+from tiers.remote.object import upkeep as object_upkeep
 from tiers.remote.object_spec import ObjectSpec
+from tiers.remote.packs.evictor import Pause
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
 
@@ -61,7 +61,7 @@ def _tell(child: subprocess.Popen[bytes]) -> None:
 def _put_many(settings: dict[str, Any], payload: int) -> None:
     object_upkeep.PACE = AT_ONCE
     opened, kept = ObjectSpec.model_validate(settings).open(StoreContext(payload)), 0
-    while not opened._bucket._evictor._count.round:  # type: ignore[attr-defined]
+    while not opened._bucket._room.count.round:  # type: ignore[attr-defined]
         time.sleep(0.001)
     print("ready", flush=True)
     sys.stdin.readline()

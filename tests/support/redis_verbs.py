@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from spec.offloading import StoreContext
-from tiers.remote.redis_store import RedisStore
+from tiers.remote.redis.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
 from tiers.store import TierStore
 from tiers.testing import Memory

@@ -18,7 +18,7 @@ from spec.offloading import StoreContext, StoreSpec
 from spec.secret import SecretField
 
 if TYPE_CHECKING:
-    from tiers.remote.obstore_bucket import ObstoreBucket
+    from tiers.remote.object.obstore_bucket import ObstoreBucket
     from tiers.remote.packs.bucket import Bucket, BucketMarks
     from tiers.remote.packs.pack_store import PackStore
 
@@ -117,7 +117,7 @@ class ObjectSpec(StoreSpec):
         return self.model_copy(update={"url": f"file://{folder}", **none})
 
     def examine(self) -> Iterator[DoctorFinding]:
-        from tiers.remote.object_examine import examine
+        from tiers.remote.object.examine import examine
         from tiers.remote.packs.pack import PACK_BYTES
 
         bucket = self._bucket(PACK_BYTES)
@@ -131,8 +131,8 @@ class ObjectSpec(StoreSpec):
         bucket = self._bucket(site.payload_bytes)
         if self.capacity is None:
             return self._over(bucket, site.payload_bytes)
-        from tiers.remote.evictor import KeptBucket, require_room
-        from tiers.remote.object_upkeep import PACE, ObjectTerms
+        from tiers.remote.object.upkeep import PACE, ObjectTerms
+        from tiers.remote.packs.evictor import KeptBucket, require_room
 
         require_room(self.url, self.capacity, site)
         kept = KeptBucket(bucket, self.capacity, ObjectTerms(bucket), PACE)
@@ -152,11 +152,11 @@ class ObjectSpec(StoreSpec):
         from tiers.errors import TierUnusable
 
         try:
-            from tiers.remote.obstore_bucket import ObstoreBucket, open_client
+            from tiers.remote.object.obstore_bucket import ObstoreBucket, open_client
         except ModuleNotFoundError as error:
             raise TierUnusable(f"it needs {error.name}: install kvtiers[object]") from error
+        from tiers.remote.deadline import SLOWEST
         from tiers.remote.packs.pack import PACK_BYTES
-        from tiers.remote.stream import SLOWEST
 
         parts = urlsplit(self.url)
         named = {"endpoint": self.endpoint, "region": self.region}

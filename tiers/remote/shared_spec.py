@@ -51,22 +51,22 @@ class SharedSpec(StoreSpec):
         return self.model_copy(update={"path": folder})
 
     def examine(self) -> Iterator[DoctorFinding]:
-        from tiers.remote.directory_examine import examine
+        from tiers.remote.shared.examine import examine
 
         return examine(self.path, self.capacity)
 
     def marks(self) -> BucketMarks:
-        from tiers.remote.directory_bucket import DirectoryBucket
         from tiers.remote.packs.bucket import BucketMarks
+        from tiers.remote.shared.directory_bucket import DirectoryBucket
 
         return BucketMarks(DirectoryBucket(self.path))
 
     def open(self, site: StoreContext) -> PackStore:
         """Open the store. Raises TierNotOpen where the directory is missing, TierUnusable where it
         can't be used as it is, or may hold less than one block of each process."""
-        from tiers.remote.directory_bucket import kept_directory
-        from tiers.remote.evictor import require_room
+        from tiers.remote.packs.evictor import require_room
         from tiers.remote.packs.pack_store import PackStore
+        from tiers.remote.shared.directory_bucket import kept_directory
 
         require_room(str(self.path), self.capacity, site)
         bucket = kept_directory(self.path, self.capacity)

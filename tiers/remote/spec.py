@@ -15,12 +15,12 @@ from spec.fields import ByteSize, Duration
 from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import Secret, SecretField
-from tiers.remote.url import RedisUrl, RedisUrlField, parse_url
+from tiers.remote.redis.url import RedisUrl, RedisUrlField, parse_url
 
 if TYPE_CHECKING:
-    from tiers.remote.pools import ConnectionSettings
-    from tiers.remote.records import RedisRecords
-    from tiers.remote.redis_store import RedisStore
+    from tiers.remote.redis.pools import ConnectionSettings
+    from tiers.remote.redis.records import RedisRecords
+    from tiers.remote.redis.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class RedisSpec(StoreSpec):
         """Open the store, without connecting. Raises TierUnusable when a block is larger than a
         Redis value can be, or when the password or a file of TLS can't be read."""
         from tiers.codec import Encoder
-        from tiers.remote.redis_store import RedisStore
+        from tiers.remote.redis.redis_store import RedisStore
 
         return RedisStore(
             self.connection,
@@ -186,7 +186,7 @@ class RedisSpec(StoreSpec):
         )
 
     def records(self) -> RedisRecords:
-        from tiers.remote.records import RedisRecords
+        from tiers.remote.redis.records import RedisRecords
 
         return RedisRecords(self.connection, self.key_prefix, self.timeout, self.ttl)
 
@@ -197,7 +197,7 @@ class RedisSpec(StoreSpec):
         """Make the settings of connections. Raises TierUnusable when the password or a file of TLS
         can't be read."""
         from tiers.errors import TierUnusable
-        from tiers.remote.pools import ConnectionSettings
+        from tiers.remote.redis.pools import ConnectionSettings
 
         url = self.url
         try:
@@ -209,7 +209,7 @@ class RedisSpec(StoreSpec):
             raise TierUnusable(str(error)) from None
 
     def examine(self) -> Iterator[DoctorFinding]:
-        from tiers.remote.examine import PIECE, ExaminedTier, examine
+        from tiers.remote.redis.examine import PIECE, ExaminedTier, examine
 
         def opened(ttl: float | None) -> RedisStore:
             return self.model_copy(update={"ttl": ttl, "codec": "none"}).open(StoreContext(PIECE))

@@ -221,6 +221,9 @@ class WaitingBucket:
         assert self.are_two.wait(10)
         return None
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 def test_a_slow_bucket_is_asked_for_several_marks_at_once() -> None:
     marks = BucketMarks(WaitingBucket())  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import CpuCopier
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest, Status
-from tiers.remote.redis_store import RedisStore
+from tiers.remote.redis.redis_store import RedisStore
 from tiers.store import Block
 
 PROMPT = list(range(50))

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
-from tests.remote.places import KINDS, FolderBucket, SharedDirectory
+from tests.remote.packs.places import KINDS, FolderBucket, SharedDirectory
 from tests.support.clock import wait_for
 from tiers.block import Buffer
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierRefused, TierUnavailable, TierUnusable
-from tiers.remote.directory_bucket import DirectoryBucket
 from tiers.remote.object_spec import ObjectSpec
 from tiers.remote.packs import pack
 from tiers.remote.packs.pack_store import PackStore
+from tiers.remote.shared.directory_bucket import DirectoryBucket
 from tiers.remote.shared_spec import SharedSpec
 from tiers.store import Block, Damages, GatheredBlock, Prefix, TierStore, Waiting, capability
 from tiers.testing import Memory, make_key

@@ -22,7 +22,7 @@ one object or file, as far as one `put` brought them.
 
 `PackStore` is the TierStore over any `Bucket`: whole puts, reads of a range, deletes, a listing.
 Its threads call the bucket, many at once. What is another place for packs writes a Bucket alone:
-`tiers/remote/obstore_bucket.py` is one. A Bucket raises TierUnavailable, or OSError, where it can't
-answer; what is absent is None or False, and no error. Each call must end by itself, in about the
-tier's `timeout`: a verb waits for all that it began, since they write into the caller's memory.
+`object/obstore_bucket.py` beside is one. A Bucket raises TierUnavailable, or OSError, where it
+can't answer; what is absent is None or False, and no error. Each call must end by itself, in about
+the tier's `timeout`: a verb waits for all that it began, since they write into the caller's memory.
 """

@@ -67,7 +67,7 @@ class BucketMarks:
     """`Marks` in a bucket, which they own. Each is a request of its own."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+        self._bucket, self.close = bucket, bucket.close
 
     def mark(self, names: Sequence[bytes]) -> None:
         for name in names:
@@ -76,14 +76,8 @@ class BucketMarks:
 
     def marked(self, names: Sequence[bytes]) -> list[bool]:
         executor = IoExecutor(min(_AT_ONCE, len(names)), "marks")
-        try:
-            return [*executor.map(self._is_marked, names)]
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+        return [*executor.map(self._is_marked, names)]
 
     def _is_marked(self, name: bytes) -> bool:
         into = [memoryview(bytearray(len(_REST)))]
         return self._bucket.read(name_of(name + _REST), 0, into) is not None
-
-    def close(self) -> None:
-        self._bucket.close()

@@ -48,9 +48,8 @@ class Index:
     def matches(self, keys: Sequence[bytes], at: int = 0) -> int:
         """How many blocks, from its first on, are those of `keys` from number `at` on."""
         most = min(len(self), len(keys) - at)
-        for count in range(most):
-            start = count * _DIGEST_BYTES
-            if digest(keys[at + count]) != self.digests[start : start + _DIGEST_BYTES]:
+        for count, one in zip(range(most), self.each(), strict=False):
+            if digest(keys[at + count]) != one:
                 return count
         return most
 

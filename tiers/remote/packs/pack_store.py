@@ -20,6 +20,7 @@ from tiers.concurrency.executors import IoExecutor, require_unforked, settle
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import OtherFormat, RecordError, TierError, TierNotOpen, TierUnavailable
 from tiers.recent import RecentDict
+from tiers.remote.deadline import SLOWEST, Deadline
 from tiers.remote.packs import search
 from tiers.remote.packs.bucket import Bucket
 from tiers.remote.packs.pack import (
@@ -33,7 +34,6 @@ from tiers.remote.packs.pack import (
     record_start,
 )
 from tiers.remote.packs.search import Found, Span
-from tiers.remote.stream import SLOWEST, Deadline
 from tiers.store import Block, PutCounts, Warns, time_left
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class PackStore:
         once. For others the indexes are read, and then their packs."""
         hits = [False] * len(blocks)
         groups, deadline = self._groups(blocks), self._limit_of(blocks)
-        pieces = [piece for group in groups for piece in self._guess(group)]
+        pieces = [piece for group in groups for piece in self._guess(group, hits)]
         gone = self._load(pieces, blocks, hits, deadline)
         left = [group for group in groups if group.left(hits) and not group.is_alone(gone)]
         try:
@@ -244,12 +244,12 @@ class PackStore:
                 for number in range(span.at, span.stop):
                     _mark(held, [group.wanted.get(number, [])])
 
-    def _guess(self, group: _Group) -> list[_Piece]:
+    def _guess(self, group: _Group, hits: Sequence[bool]) -> list[_Piece]:
         """Where the blocks lie: as is known, or else all in the pack that begins their group."""
         spans = search.walk_known(group.keys, 0, len(group.keys), self._known.get)
         if not spans or spans[-1].stop <= max(group.wanted):
             spans = [Span(group.keys[0], 0, len(group.keys))]
-        return _pieces(group, spans, ())
+        return _pieces(group, spans, hits)
 
     # -- the bucket --------------------------------------------------------------------------
 
@@ -491,7 +491,7 @@ def _missing(group: _Group, held: Sequence[bool]) -> list[_Piece]:
 
 def _pieces(group: _Group, spans: Sequence[Span], hits: Sequence[bool]) -> list[_Piece]:
     """The parts of packs to read for what has not come."""
-    wanted = group.left(hits) if hits else sorted(group.wanted)
+    wanted = group.left(hits)
     return [
         _Piece(span.key, row[0] - span.at, [group.wanted[number] for number in row])
         for span in spans

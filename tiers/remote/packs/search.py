@@ -85,9 +85,8 @@ def cover(
     the first wanted one on. Packs that are `known` to end before that are not asked for: an
     answer's blocks come one by one."""
     first, stop = wanted[0], wanted[-1] + 1
-    known_spans = walk_known(keys, 0, len(keys), known)
-    before = [span.stop for span in known_spans if span.stop <= first]
-    at = before[-1] if before else 0
+    ends = (span.stop for span in walk_known(keys, 0, len(keys), known))
+    at = max((end for end in ends if end <= first), default=0)
     spans = yield from walk(keys, at, stop)
     if (spans[-1].stop if spans else at) < first:
         spans = yield from walk(keys, first, stop)

@@ -1,0 +1,1 @@
+"""The object tier: packs in a bucket of an object store."""

@@ -1,0 +1,1 @@
+"""The redis tier: blocks as values of servers of Redis or Valkey."""

@@ -1,0 +1,1 @@
+"""The shared tier: packs in a directory that hosts share."""
