@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.scheduled import Step
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.request_state import RequestState, RequestTable
@@ -158,6 +159,21 @@ def test_groups_of_other_blocks_have_their_own_places() -> None:
     state.given(([1, 2, 3, 4], [5, 6]))
     doubts.allocated(state, 8, in_step=False)
     assert {*doubts._sent} == {3, 4, 6}
+
+
+def test_a_block_of_what_goes_on_is_unsure_before_the_larger_one_is_full_that_it_is_in() -> None:
+    groups = KVGroup(4), KVGroup(8)
+    node = Node()
+    node.requests = RequestTable(EngineInfo({}, 8, 4, 100, groups=groups, goes_on_right=False))
+    node.doubts = Doubts(node.requests)
+    session: Any = FakeRequest("session", 8, [b"a", b"b"])
+    session.resumable = True
+    node.requests.of(session)
+    first = FakeStep({"session": 8}, FakeNewRequest("session", 0, ([1, 2], [3])))
+    node.doubts.step_begins(node.requests.begin_step(first), None)
+    added: Any = CachedRequests(["session"], set(), [([4], [5])], [8])
+    node.doubts.step_begins(node.requests.begin_step(Step([], {"session": 1}, added)), None)
+    assert node.doubts._failed == {4, 5}
 
 
 def test_what_another_computes_behind_it_in_the_same_step_is_found_by_who_comes_first() -> None:

@@ -54,8 +54,9 @@ class RequestState:
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
     which of them. `sent`: what names the weights of a part of its KV that another node sent for it
     or for others; it `awaits_weights` while it is not known yet whether they are its own, and none
-    may be stored. `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since
-    neither this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
+    may be stored. `sure`: before so many tokens its blocks are what their hashes say; 0: all are.
+    `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since neither this
+    engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
     `junction`: the block before which it had all but windows in common with what tiers held.
     `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
     all parts of its full blocks, as far as they are made, block by block. `tables`: its
@@ -84,6 +85,7 @@ class RequestState:
     scope: StoreScope
     sent: set[str] = field(default_factory=set)
     awaits_weights: bool = False
+    sure: int = 0
     is_asked: bool = False
     in_doubt: bool = False
     is_beside: bool = False
@@ -319,9 +321,9 @@ class RequestTable:
         """The state of a request, which is known from now on."""
         request_state = self._states.get(request.request_id)
         if request_state is None:
-            limits = self._reader.limits(request)
+            limits, sure = self._reader.limits(request), 0
             if getattr(request, "resumable", False) and not self.engine.goes_on_right:
-                limits = NOTHING
+                limits, sure = NOTHING, request.num_prompt_tokens  # of its first turn
             budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
             budget.found()
             request_state = self._states[request.request_id] = RequestState(
@@ -332,6 +334,7 @@ class RequestTable:
                 budget,
                 may_store=limits.store is not False,
                 scope=limits.scope(self._store),
+                sure=sure,
                 hints=self._reader.hints(request),
             )
             request_state.sent.update(self._sent(request))
@@ -479,6 +482,7 @@ class RequestTable:
                 after // tokens != request_state.complete
                 or before < request_state.prompt_tokens
                 or request_state.waits
+                or (added and request_state.sure)
                 or self._computed_since is not None
             ):
                 left = states.get(request_id, ())
