@@ -16,6 +16,7 @@ from tests.engine.test_adapter_marks import Layer, Model, adapter, write
 from tests.engine.test_tenants import reports
 from tests.support.changing import change, running
 from tests.support.clock import wait_for
+from tests.support.fake_requests import Pulled
 from tests.support.replay_chains import chain_of, close, cpu, disk, measured
 from tiers.contract.stats import CHAIN
 from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
@@ -51,7 +52,7 @@ def handed_over(prefill: ReplayEngine) -> dict[str, Any]:
     prefill.generate([*range(1000, 1040)], 1, kv_transfer_params=TO_DECODE)
     prefill.settle()
     (params,) = said
-    return {**params, "do_remote_prefill": True} if params else {}
+    return params or {}
 
 
 def stored(
@@ -59,7 +60,7 @@ def stored(
 ) -> float:
     """How many blocks of a prompt are stored, of which another node sent a part."""
     before = measured(engine, "stored_blocks", tier)
-    engine.generate(prompt, 4, kv_transfer_params=params)
+    engine.generate(prompt, 4, kv_transfer_params=Pulled(params) if params else {})
     engine.settle()
     return measured(engine, "stored_blocks", tier) - before
 
@@ -120,7 +121,7 @@ def test_after_a_reset_nobody_knows_whose_weights_they_are(
 
 def answers_until_they_are_known(decode: ReplayEngine, params: dict[str, Any], late: Facts) -> None:
     """A request that runs on from before the node's weights are known."""
-    decode.add(PROMPT, 60, kv_transfer_params=params)
+    decode.add(PROMPT, 60, kv_transfer_params=Pulled(params))
     for _ in range(8):
         decode.step()
     late.are_known = True
@@ -232,7 +233,7 @@ def test_an_adapter_s_weights_count_too(
     assert handed_over(prefill)["kvtiers"]["weights"].startswith("@"), "its worker has yet to say"
     params = handed_over(prefill)
     decode, load = with_adapter(own)
-    decode.add(PROMPT, 12, kv_transfer_params=params)
+    decode.add(PROMPT, 12, kv_transfer_params=Pulled(params))
     decode.step()
     load()  # as an engine does in the step that first runs a request of it
     while decode.scheduler.busy:

@@ -21,6 +21,20 @@ class FakeRequest:
         return self.num_tokens
 
 
+class Pulled(dict[str, Any]):
+    """Parameters of a request whose KV another node has: a connector of the engine takes that up
+    as soon as ours have seen that it may, and turns the flag off."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **{"do_remote_prefill": True, **more})
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = super().get(key, default)
+        if key == "do_remote_prefill":
+            self[key] = False
+        return found
+
+
 class FakeBlocks:
     """An empty block table."""
 

@@ -126,7 +126,7 @@ def test_who_finds_no_room_beside_its_load_waits_for_that_and_then_goes_on_witho
 
 
 def test_what_another_child_pulls_is_known_to_a_chain_that_is_not_asked() -> None:
-    """A list has enough of a connector before it."""
+    """A list has enough of a connector before it, which has turned the flag off by then."""
 
     def given(table: list[int]) -> Any:
         return SimpleNamespace(get_block_ids=lambda: (table,))
@@ -134,7 +134,7 @@ def test_what_another_child_pulls_is_known_to_a_chain_that_is_not_asked() -> Non
     multi, pulled = chain(BlockTier("")), FakeRequest("pulled")
     multi._requests.know_weights("ours")
     entry = {"weights": "others@node"}
-    pulled.kv_transfer_params = {"kvtiers": entry, "do_remote_prefill": True}
+    pulled.kv_transfer_params = {"kvtiers": entry, "do_remote_prefill": False}
     multi.update_state_after_alloc(pulled, given([1, 2]), 0)
     finds = FakeRequest("finds")
     assert multi.get_num_new_matched_tokens(finds, 8)[0] == 0

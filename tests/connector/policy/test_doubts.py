@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from bench.scheduled import Step
-from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
+from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep, Pulled
 from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.lab.replay.requests import CachedRequests
-
-PULLS = {"do_remote_prefill": True}
 
 
 class Node:
@@ -31,7 +29,7 @@ class Node:
         """The engine gives a request blocks, those from a place on anew; `sent`: what the node
         says that sends them, "node" before it knows."""
         entry = {"weights": "@node" if sent == "node" else f"{sent}@node"}
-        params = {} if sent is None else {"kvtiers": entry, **PULLS, **more}
+        params = {} if sent is None else Pulled({"kvtiers": entry, **more})
         state = self.requests.of(FakeRequest(name, kv_transfer_params=params))
         state.given((table,))
         state.in_doubt = True
@@ -84,11 +82,35 @@ def test_what_comes_before_that_is_not(sent: str) -> None:
     assert not node.stores("finds what was computed behind", [1, 2, 3, 4, 9, 10], 4)
 
 
-def test_a_client_that_only_says_so_is_not_heeded() -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"any": 1}, {"do_remote_prefill": True}, {"do_remote_prefill": False}]
+)
+def test_a_client_that_only_says_so_is_not_heeded(more: dict[str, Any]) -> None:
+    """No connector has taken up anything: what it computes is as any other's."""
     node = Node()
-    entry = {"kvtiers": {"weights": "others"}}
-    state = node.requests.of(FakeRequest("client", kv_transfer_params=entry))
-    assert state.stores and not state.sent
+    params = {"kvtiers": {"weights": "others@node"}, **more}
+    client = node.requests.of(FakeRequest("client", kv_transfer_params=params))
+    client.given(([1, 2, 3],))
+    node.doubts.allocated(client, 0, in_step=False)
+    node.step(("client", [1, 2, 3], 0))
+    assert client.stores and not client.sent and node.requests._named.get("node") is None
+    assert node.stores("has the same beginning", [1, 2, 4], 2)
+
+
+@pytest.mark.parametrize("when", ["before it has its blocks", "in its first step"])
+def test_what_is_taken_up_is_heeded_whichever_connector_hears_of_its_blocks_first(
+    when: str,
+) -> None:
+    """`nixl` beside ours hears of them before or after it."""
+    node, params = Node(), {"kvtiers": {"weights": "others@node"}, "do_remote_prefill": True}
+    pulled = node.requests.of(FakeRequest("pulled", kv_transfer_params=params))
+    params["do_remote_prefill"] = when != "before it has its blocks"
+    pulled.given(([1, 2, 3],))
+    node.doubts.allocated(pulled, 0, in_step=False)
+    params["do_remote_prefill"] = False
+    node.step(("pulled", [1, 2, 3], 2))
+    assert not pulled.stores
+    assert not node.stores("finds it", [1, 2, 4], 2)
 
 
 @pytest.mark.parametrize("named", ["ours", "others"])
@@ -154,7 +176,7 @@ def test_groups_of_other_blocks_have_their_own_places() -> None:
     requests = RequestTable(EngineInfo({}, 8, 4, 100, groups=groups))
     requests.know_weights("ours")
     doubts = Doubts(requests)
-    params = {"kvtiers": {"weights": "others@node"}, **PULLS}
+    params = Pulled(kvtiers={"weights": "others@node"})
     state = requests.of(FakeRequest("pulled", kv_transfer_params=params))
     state.given(([1, 2, 3, 4], [5, 6]))
     doubts.allocated(state, 8, in_step=False)

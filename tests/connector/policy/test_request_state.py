@@ -15,6 +15,7 @@ from tests.support.fake_requests import (
     FakeNewRequest,
     FakeRequest,
     FakeStep,
+    Pulled,
     first_step,
 )
 from tiers.connector.policy.request_params import UNLIMITED
@@ -216,7 +217,7 @@ def test_weights_are_known_for_good_and_store_nothing_that_may_not_be() -> None:
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     entries: list[dict[str, Any]] = [{"weights": "others"}, {"weights": "ours"}]
     entries += [{"weights": "ours", "store": False}, {}]
-    pulls = [{"kvtiers": entry, "do_remote_prefill": True} for entry in entries]
+    pulls = [Pulled(kvtiers=entry) for entry in entries]
     requests = [FakeRequest(str(params), kv_transfer_params=params) for params in pulls]
     states = [table.of(request) for request in requests]
     assert [one.stores for one in states] == [True, True, False, True], "no tier is shared"
@@ -227,7 +228,9 @@ def test_weights_are_known_for_good_and_store_nothing_that_may_not_be() -> None:
         table.know_weights(known)
         assert [one.stores for one in states] == [False, True, False, True]
         table.forget(requests[0])
-        assert not table.of(requests[0]).stores
+        requests[0].kv_transfer_params = Pulled(kvtiers=entries[0])
+        again = table.of(requests[0])
+        assert table.judge(again) and not again.stores
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             request_state.loads = range(first, first + num_external_tokens // self._block_tokens)
             in_step = num_external_tokens > 0 and not choice.is_async
             self._doubts.allocated(request_state, choice.computed, in_step)
-        elif not request_state.is_asked:  # a list that this chain is in takes all from another
-            self._doubts.judge(request_state, 0)
+        else:  # its load has ended, or a list that this chain is in takes all from another
+            self._doubts.judge(request_state, choice.computed)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         for index in serving if num_external_tokens else ():

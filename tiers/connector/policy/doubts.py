@@ -38,7 +38,7 @@ class Doubts:
     def allocated(self, request_state: RequestState, computed: int, in_step: bool) -> None:
         """The engine has given a request its blocks anew, but for those of `computed` tokens, which
         it found; `in_step`: some are loaded within the step."""
-        if in_step or request_state.sent or self or self._sent:
+        if in_step or request_state.sent or request_state.pulls or self or self._sent:
             new = self._behind(request_state, computed)
             self._are_right(new)
             self.judge(request_state, computed)
@@ -63,6 +63,9 @@ class Doubts:
         if self and number is not None:
             self._unheard[number] = []
         found, runs = list[RequestState](), step.scheduled
+        for request_state in (run.request_state for run in runs):
+            if request_state.pulls:
+                self.judge(request_state, request_state.choice.computed)
         going_on = [run.request_state for run in runs if run.request_state.sure]
         unsure = set[int]().union(*(self._behind(one, one.sure) for one in going_on))
         if not (self or self._sent or unsure or any(run.request_state.sent for run in runs)):

@@ -15,9 +15,9 @@ from spec.chain import StoreScope
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
-    KEY,
     NO_HINTS,
     NOTHING,
+    PULLS,
     WEIGHTS,
     Hints,
     RequestLimits,
@@ -52,17 +52,17 @@ class RequestState:
     """What a chain knows of one request until that has finished.
 
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
-    which of them. `sent`: what names the weights of a part of its KV that another node sent for it
-    or for others; it `awaits_weights` while it is not known yet whether they are its own, and none
-    may be stored. `sure`: before so many tokens its blocks are what their hashes say; 0: all are.
-    `loads`: blocks that tiers load for it; `omitted`: blocks not to be stored, since neither this
-    engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
-    `junction`: the block before which it had all but windows in common with what tiers held.
-    `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
-    all parts of its full blocks, as far as they are made, block by block. `tables`: its
-    blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
-    step has run; 0 while it may be loading. `complete`: as of `Scheduled`. `is_outdated`: a reset
-    came after some of its blocks were computed.
+    which of them. `pulls`: whether another node's KV may yet be taken for it. `sent`: what names
+    the weights of a part of its KV that another node sent for it or for others; it `awaits_weights`
+    while it is not known yet whether they are its own, and none may be stored. `sure`: before so
+    many tokens its blocks are what their hashes say; 0: all are. `loads`: blocks that tiers load
+    for it; `omitted`: blocks not to be stored, since neither this engine computes them for it nor
+    tiers load them. `hints`: on its prompt's blocks. `junction`: the block before which it had all
+    but windows in common with what tiers held. `pieces`: where several connectors load it, the
+    paged blocks of each, by its place. `keys`: of all parts of its full blocks, as far as they are
+    made, block by block. `tables`: its blocks in the paged KV, per KV cache group. `computed`:
+    tokens computed once every scheduled step has run; 0 while it may be loading. `complete`: as of
+    `Scheduled`. `is_outdated`: a reset came after some of its blocks were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, each with what tiers
@@ -83,6 +83,7 @@ class RequestState:
     wait_budget: WaitBudget
     may_store: bool
     scope: StoreScope
+    pulls: bool = False
     sent: set[str] = field(default_factory=set)
     awaits_weights: bool = False
     sure: int = 0
@@ -253,9 +254,8 @@ class RequestTable:
     def _sent(self, request: Request) -> Iterator[str]:
         """What names the weights of KV that another node sends for a request; for weights that it
         did not know yet, what stands for them until it does."""
-        entry, params = entry_of(request), getattr(request, "kv_transfer_params", {})
-        # With our entry alone a client asks nobody to send anything.
-        if not isinstance(entry, Mapping) or WEIGHTS not in entry or params.keys() == {KEY}:
+        entry = entry_of(request)
+        if not isinstance(entry, Mapping) or WEIGHTS not in entry:
             return
         weights, _, node = str(entry[WEIGHTS]).partition("@")
         named = self._named.get(node)
@@ -267,7 +267,10 @@ class RequestTable:
     def judge(self, request_state: RequestState) -> set[str]:
         """Store nothing of a request unless what is computed for it is of its own weights alone, as
         far as the nodes say that sent a part of its KV. Return what names others, or those of which
-        nobody knows yet."""
+        nobody knows yet. A client's word alone is nothing sent: a connector must have taken it."""
+        if request_state.pulls and not entry_of(request_state.request, PULLS):
+            request_state.pulls = False
+            request_state.sent.update(self._sent(request_state.request))
         if not request_state.sent:
             return set()
         ours = self.weights_of(request_state.request)
@@ -335,10 +338,9 @@ class RequestTable:
                 may_store=limits.store is not False,
                 scope=limits.scope(self._store),
                 sure=sure,
+                pulls=bool(entry_of(request, PULLS)),
                 hints=self._reader.hints(request),
             )
-            request_state.sent.update(self._sent(request))
-            self.judge(request_state)
         return request_state
 
     def ready(self, request: Request) -> bool:
@@ -417,9 +419,11 @@ class RequestTable:
     def allocated(self, request: Request, blocks: Blocks) -> RequestState:
         """Take in the blocks that the engine has given a request. Waits for nothing: where another
         connector loads it whole, ours were not asked about it before."""
-        if self.get(request) is None and not self.engine.media.ready(request):
+        is_asked = self.get(request) is not None
+        if not is_asked and not self.engine.media.ready(request):
             self._media_late += self.engine.media.give_up(request)
         request_state = self.of(request)
+        request_state.pulls |= not is_asked and entry_of(request, PULLS) is not None
         request_state.given(blocks.get_block_ids())
         request_state.computed = 0
         request_state.is_beside = request_state.in_doubt = True
