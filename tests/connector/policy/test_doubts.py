@@ -113,6 +113,16 @@ def test_what_is_taken_up_is_heeded_whichever_connector_hears_of_its_blocks_firs
     assert not node.stores("finds it", [1, 2, 4], 2)
 
 
+@pytest.mark.parametrize("name", ["x" * 509 + "@one", ["list"], None])
+def test_what_is_no_name_is_of_weights_that_nobody_knows_and_is_not_kept(name: Any) -> None:
+    node = Node()
+    params = Pulled(kvtiers={"weights": name})
+    state = node.requests.of(FakeRequest("pulled", kv_transfer_params=params))
+    state.given(([1, 2],))
+    node.doubts.allocated(state, 0, in_step=False)
+    assert not state.stores and state.sent == {""}
+
+
 @pytest.mark.parametrize("named", ["ours", "others"])
 def test_a_node_that_names_its_weights_later_is_believed_for_what_it_sent_before(
     named: str,

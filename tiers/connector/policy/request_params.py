@@ -27,6 +27,8 @@ proxy may send a response's entries on as a request's."""
 WEIGHTS = "weights"
 """The entry of a response whose KV another node takes, and of that node's request: what names the
 weights that computed it, an @, and what stands for the node from its start on."""
+MAX_NAME = 512
+"""Characters of it that are read; ours has fewer."""
 PULLS = "do_remote_prefill"
 """vLLM's own parameter of a request whose KV another node has. The connector that takes it up turns
 it off, so that it is taken once."""

@@ -15,6 +15,7 @@ from spec.chain import StoreScope
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
+    MAX_NAME,
     NO_HINTS,
     NOTHING,
     PULLS,
@@ -257,7 +258,9 @@ class RequestTable:
         entry = entry_of(request)
         if not isinstance(entry, Mapping) or WEIGHTS not in entry:
             return
-        weights, _, node = str(entry[WEIGHTS]).partition("@")
+        name = entry[WEIGHTS]
+        is_ours = isinstance(name, str) and len(name) <= MAX_NAME
+        weights, _, node = name.partition("@") if is_ours else ("", "", "")
         named = self._named.get(node)
         if weights and node and named is None:
             self._named.update({node: weights})
