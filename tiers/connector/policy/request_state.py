@@ -71,10 +71,10 @@ class RequestState:
     connectors that load it; `failed`: those that left it nothing. `load`, `awaits`: see
     `LoadSharing`. `next_step`: blocks that it needs behind what it loads, until that step runs (see
     `LoadRoom`). `lacks_room`: whether it found a load when the tiers were asked last, and no room.
-    `prompt_tokens`: known before it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps
-    of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded. `waits`: the
-    tiers that could not take some of its blocks, which they are offered again. `in_vain`: tiers
-    loaded it, and that brought nothing.
+    `prompt_tokens`: known before it ran or went on. `looking`: see `LookupLatency`. `tiers`: what
+    each keeps of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded.
+    `waits`: the tiers that could not take some of its blocks, which they are offered again.
+    `in_vain`: tiers loaded it, and that brought nothing.
     """
 
     request: Request
@@ -428,7 +428,9 @@ class RequestTable:
         request_state = self.of(request)
         request_state.pulls |= not is_asked and entry_of(request, PULLS) is not None
         request_state.given(blocks.get_block_ids())
-        request_state.computed = 0
+        request_state.prompt_tokens = request.num_tokens
+        if request_state.is_undecided or not request_state.is_asked:  # else it goes on
+            request_state.computed = 0
         request_state.is_beside = request_state.in_doubt = True
         # One tier may load into these blocks while another still reads what they held.
         self._allocated.update(*request_state.tables)
@@ -458,12 +460,12 @@ class RequestTable:
             if request_state is not None:
                 request_state.given(new.block_ids)
                 request_state.is_beside = False
-                before = new.num_computed_tokens
+                before, is_new = new.num_computed_tokens, not request_state.computed
                 request_state.computed = after = before + output.num_scheduled_tokens[new.req_id]
                 add_written(overwritten, request_state.tables, before)
                 add_written(self.step.added, request_state.tables, -(-before // tokens) * tokens)
                 left = states.get(new.req_id, ())
-                self._runs(request_state, before, after, left, is_new=True)
+                self._runs(request_state, before, after, left, is_new)
         # Hundreds answer in each step, and most of those complete no block.
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
