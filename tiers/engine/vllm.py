@@ -143,7 +143,7 @@ def engine_info(
         model=str(vllm_config.model_config.model),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         window_interval=getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None),
-        goes_on_right=goes_on_right(vllm_config),
+        goes_on_right=goes_on_right(vllm_config, any(group.is_state for group, _ in groups)),
     )
 
 

@@ -45,17 +45,26 @@ def test_a_drafter_has_kv_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("version", "drafts", "is_async", "right"),
+    ("version", "drafts", "is_async", "states", "right"),
     [
-        ("0.31.0", False, True, False),
-        ("0.32.0", False, False, True),
-        ("0.32.0", True, True, True),
-        ("0.32.0", True, False, False),
-        ("0.33.0", True, False, True),
+        ("0.31.0", False, True, False, False),
+        ("0.32.0", False, False, False, True),
+        ("0.32.0", True, True, False, True),
+        ("0.32.0", True, False, False, False),
+        ("0.33.0", True, False, False, True),
+        ("0.31.0", False, False, True, False),
+        ("0.32.0", False, False, True, True),
+        ("0.33.0", False, True, True, False),
+        ("0.33.0", True, False, True, False),
     ],
 )
 def test_where_prompts_that_go_on_have_no_tiers(
-    version: str, drafts: bool, is_async: bool, right: bool, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    drafts: bool,
+    is_async: bool,
+    states: bool,
+    right: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tiers.engine import vllm_groups
 
@@ -64,7 +73,7 @@ def test_where_prompts_that_go_on_have_no_tiers(
         speculative_config=object() if drafts else None,
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
     )
-    assert vllm_groups.goes_on_right(config) is right
+    assert vllm_groups.goes_on_right(config, states) is right
 
 
 def test_a_prompt_goes_on_after_an_answer(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
