@@ -80,7 +80,8 @@ chunked prefill, several adapters, int8 and AWQ weights, EAGLE-3, Medusa, embedd
 token, two API servers, and clients that leave streams; and Falcon-H1, Nemotron-H, LFM2, GPT-OSS and
 Command R7B. Prompt log probabilities load nothing. Requests that go on after an answer
 (`resumable`) have tiers with 0.32 and later, and with drafts where scheduling is asynchronous or
-with 0.33: else vLLM's hashes, or its KV, are of tokens that it has dropped.
+with 0.33, of models with recurrent layers without both alone: else vLLM's hashes, or its KV, are of
+tokens that it has dropped, and nothing is stored of who finds them, either.
 
 ## Python
 

@@ -82,8 +82,9 @@ class EngineInfo:
     paged blocks, move states or zero pages before it calls `handle_preemptions`.
     `window_interval`: after how many tokens of prompts it keeps what windows reach, beside where
     prompts end and where they part; 0: nowhere else; None: everywhere.
-    `goes_on_right`: whether what it computes of a request that goes on after its answer is of the
-    tokens that block hashes say.
+    `is_alone`: whether no connector of it, beside the chain, can take KV from other nodes; False:
+    one may. `goes_on_right`: whether what it computes of a request that goes on after its answer is
+    of the tokens that block hashes say.
     """
 
     facts: Mapping[str, str]
@@ -111,6 +112,7 @@ class EngineInfo:
     model: str = ""
     overwrites_early: bool = False
     window_interval: int | None = None
+    is_alone: bool = False
     goes_on_right: bool = True
 
     @property

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,7 @@ def engine_info(
         model=str(vllm_config.model_config.model),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         window_interval=getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None),
-        goes_on_right=goes_on_right(vllm_config),
+        goes_on_right=goes_on_right(vllm_config, any(group.is_state for group, _ in groups)),
     )
 
 
@@ -307,8 +308,9 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         chain = configured_chain(vllm_config)
         scheduler: Any = caller(SchedulerInterface)
-        if scheduler is not None:  # under vLLM's MultiConnector its policy alone is obeyed
-            _refuse_policy(scheduler.vllm_config.kv_transfer_config)
+        whole = None if scheduler is None else scheduler.vllm_config.kv_transfer_config
+        if whole is not None:  # under vLLM's MultiConnector its policy alone is obeyed
+            _refuse_policy(whole)
         # Listed connectors may hear of resets themselves.
         self._hears_resets = chain is not None and chain.on_reset != "keep"
         events = EventsSpec() if chain is None else chain.events
@@ -317,6 +319,7 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         self._control: Control | None = None
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
+            info = replace(info, is_alone=whole is vllm_config.kv_transfer_config)
             MultiScheduler.__init__(self, *scheduler_parts(chain, info, wake=waker()))
             named = vllm_config.kv_transfer_config.kv_connector_extra_config["chain"]
             file = Path(named).absolute() if isinstance(named, str | Path) else None

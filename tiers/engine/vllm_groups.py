@@ -268,13 +268,16 @@ def _kind(spec: Any) -> KVGroup | str:
     return name
 
 
-def goes_on_right(vllm_config: VllmConfig) -> bool:
+def goes_on_right(vllm_config: VllmConfig, has_states: bool) -> bool:
     """Return whether a request that goes on after its answer has KV of the tokens that its hashes
     say. vLLM drops an answer's last token then: before 0.32 not from the hashes and, before 0.33
-    without asynchronous scheduling, not the KV of drafts behind it."""
+    without asynchronous scheduling, not the KV of drafts behind it. And a step in flight, or
+    drafts, have taken a state of recurrent layers further."""
     release = release_of(vllm_version) or NEWEST
     drafts = vllm_config.speculative_config is not None
     is_async = vllm_config.scheduler_config.async_scheduling
+    if has_states and (is_async or drafts):
+        return False
     return release >= (0, 33) or (release >= (0, 32) and (is_async or not drafts))
 
 

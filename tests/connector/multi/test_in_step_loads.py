@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from bench.scheduled import Step
-from tests.support.children import Tier, chain
+from tests.support.children import Tier
 from tests.support.fake_requests import FakeNewRequest, FakeRequest
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.policy.request_state import RequestTable
+from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.requests import CachedRequests
 
 
@@ -35,18 +38,28 @@ class InStep(Tier):
 
 
 class Engine:
-    """Blocks of four tokens."""
+    """Blocks of four tokens, and hashes of what a request had that goes on after its answer."""
 
     def __init__(self) -> None:
         self.child: Any = InStep()
-        self.multi = chain(self.child, load="first")
+        info = EngineInfo({}, 4, 4, 0, caches_prefixes=False, goes_on_right=False)
+        requests = RequestTable(info)
+        children: list[Any] = [self.child]
+        self.multi = MultiScheduler(children, settings=MultiSettings(requests=requests))
         self.orders: list[Any] = []
 
     def begins(
-        self, name: str, computed: int, table: list[int], loads: int = 0, prompt: int = 40
+        self,
+        name: str,
+        computed: int,
+        table: list[int],
+        loads: int = 0,
+        prompt: int = 40,
+        goes_on: bool = False,
     ) -> FakeNewRequest:
         """A request begins with tokens that are computed, and others that are loaded."""
-        request, self.child.tokens = FakeRequest(name, prompt), loads
+        request: Any = FakeRequest(name, prompt)
+        request.resumable, self.child.tokens = goes_on, loads
         assert self.multi.get_num_new_matched_tokens(request, computed) == (loads, False)
         blocks: Any = SimpleNamespace(get_block_ids=lambda: (table,))
         self.multi.update_state_after_alloc(request, blocks, loads)
@@ -185,6 +198,37 @@ def test_blocks_that_are_given_to_others_are_right(engine: Engine) -> None:
     assert engine.step(engine.begins("d", 4, [1, 5]), engine.begins("e", 8, [3, 4, 6])) == []
 
 
+def test_what_was_computed_behind_the_first_turn_of_what_goes_on_has_hashes_of_other_tokens(
+    engine: Engine,
+) -> None:
+    """The engine has them found from when it gives them, by parts too, and after the end. What
+    precedes them is right."""
+    goes_on = engine.begins("a", 0, [1, 2, 3], prompt=8, goes_on=True)
+    assert "b" in engine.step(goes_on, engine.begins("b", 12, [1, 2, 3, 4]))
+    assert engine.step(engine.begins("c", 8, [1, 2, 5])) == [], "it had the same system prompt"
+    engine.step(a=(13, 1, 6))
+    assert engine.step(engine.begins("d", 8, [1, 2, 7]), copied=(6, 7)) == ["d"]
+    engine.multi.request_finished(FakeRequest("a"), [])
+    assert engine.step(engine.begins("e", 16, [1, 2, 3, 6, 8])) == ["e"]
+    while engine.orders:
+        engine.ends()
+    assert engine.step(engine.begins("f", 20, [1, 2, 3, 6, 8, 9])) == ["f"], "behind them"
+    assert engine.step(engine.begins("g", 8, [1, 2, 3])) == [], "it is given anew"
+    assert engine.step(engine.begins("h", 12, [1, 2, 3, 10])) == []
+    assert engine.step(engine.begins("i", 12, [1, 2, 4, 11])) == ["i"], "b's is not"
+
+
+def test_what_is_behind_a_wrong_block_stays_so_when_that_is_given_anew(engine: Engine) -> None:
+    """As one behind a window, before its step is heard."""
+    engine.step(engine.begins("a", 0, [1, 2], prompt=4, goes_on=True))
+    engine.step(engine.begins("b", 8, [1, 2, 3]))
+    assert engine.step(engine.begins("c", 0, [2]), b=(12, 4, 4)) == ["b"]
+    for _ in range(3):
+        engine.ends()
+    assert engine.step(engine.begins("d", 16, [0, 0, 3, 4, 5])) == ["d"]
+    assert engine.step(engine.begins("e", 4, [2, 6])) == []
+
+
 # -- against an engine that knows what is right --------------------------------------------------
 
 POOL = 18
@@ -192,7 +236,8 @@ POOL = 18
 
 class Drawn:
     """A drawn course of an engine that caches prefixes of blocks, some of which are loaded within a
-    step; it knows what each holds. `ahead`: steps in flight."""
+    step, or are of a request that goes on after its answer; it knows what each holds. `ahead`:
+    steps in flight."""
 
     def __init__(self, seed: int, ahead: int) -> None:
         self.random, self.ahead = Random(seed), ahead
@@ -206,9 +251,11 @@ class Drawn:
         self.done: dict[str, int] = {}
         """Blocks that are computed, or will be by the steps in flight."""
         self.barred: set[str] = set()
+        self.sure: dict[str, int] = {}
+        """Blocks of the first turn, of those that go on."""
         self.begun = 0
         self.checked = 0
-        self.steps: list[tuple[dict[int, bool], list[tuple[list[int], int, bool]]]] = []
+        self.steps: list[tuple[dict[int, bool], list[tuple[list[int], int, bool, bool]]]] = []
 
     def take(self, path: tuple[int, ...]) -> int:
         block: int = self.free.pop(0)
@@ -232,6 +279,8 @@ class Drawn:
             while found < len(path) - 1 and path[: found + 1] in self.cached:
                 found += 1
             loads = self.random.choice((0, self.random.randint(0, len(path) - 1 - found)))
+            if goes_on := self.random.random() < 0.2:
+                loads = 0
             table = [self.cached[path[: n + 1]] for n in range(found)]
             self.free = [block for block in self.free if block not in table]
             mine = [self.take(path[: n + 1]) for n in range(found, found + loads + 1)]
@@ -239,14 +288,21 @@ class Drawn:
             loaded = {block: not (fails and self.random.random() < 0.5) for block in mine[:loads]}
             name, self.begun = f"r{self.begun}", self.begun + 1
             table += mine
-            new = [self.engine.begins(name, 4 * found, [*table], 4 * loads, 4 * len(table))]
+            prompt = 4 * len(table)
+            new = [self.engine.begins(name, 4 * found, [*table], 4 * loads, prompt, goes_on)]
+            if goes_on:
+                self.sure[name] = len(table)
+                self.barred.add(name)
             self.running[name] = path, table
             self.done[name] = found + loads
             ran.append((name, table, found + loads))
         self.barred.update(self.engine.step(*new, copied=None, **again))
         for name, _, at in ran:
             self.done[name] = at + 1
-        ordered = [([*table], at, name not in self.barred) for name, table, at in ran]
+        ordered = [
+            ([*table], at, name not in self.barred, at < self.sure.get(name, POOL))
+            for name, table, at in ran
+        ]
         self.steps.append((loaded, ordered))
         if len(self.steps) > self.ahead:
             self.end()
@@ -257,9 +313,9 @@ class Drawn:
         """The first step in flight runs: loads are there before anything is computed."""
         loaded, ran = self.steps.pop(0)
         self.is_right.update(loaded)
-        for table, at, _ in sorted(ran, key=lambda run: run[1]):
-            self.is_right[table[at]] = all(self.is_right[block] for block in table[:at])
-        for table, at, may_store in ran:
+        for table, at, _, named in sorted(ran, key=lambda run: run[1]):
+            self.is_right[table[at]] = named and all(self.is_right[block] for block in table[:at])
+        for table, at, may_store, _ in ran:
             self.checked += may_store
             assert not may_store or all(self.is_right[block] for block in table[: at + 1])
         failed = {block for block, right in loaded.items() if not right}
@@ -278,7 +334,7 @@ class Drawn:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_nothing_wrong_is_stored_whatever_fails_ends_or_runs_ahead(ahead: int) -> None:
     checked = 0
-    for seed in range(300):
+    for seed in range(340):
         drawn = Drawn(seed, ahead)
         for _ in range(40):
             drawn.step()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.scheduled import Step
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.request_state import RequestState, RequestTable
@@ -19,8 +20,8 @@ PULLS = {"do_remote_prefill": True}
 class Node:
     """An engine with blocks of four tokens, to which others send KV."""
 
-    def __init__(self, weights: str = "ours") -> None:
-        self.requests = RequestTable(EngineInfo({}, 4, 4, 100))
+    def __init__(self, weights: str = "ours", is_alone: bool = False) -> None:
+        self.requests = RequestTable(EngineInfo({}, 4, 4, 100, is_alone=is_alone))
         self.requests.know_weights(weights)
         self.doubts = Doubts(self.requests)
 
@@ -83,11 +84,28 @@ def test_what_comes_before_that_is_not(sent: str) -> None:
     assert not node.stores("finds what was computed behind", [1, 2, 3, 4, 9, 10], 4)
 
 
-def test_a_client_that_only_says_so_is_not_heeded() -> None:
+@pytest.mark.parametrize(("more", "is_alone"), [({}, False), (PULLS, True)])
+def test_a_client_that_only_says_so_is_not_heeded(more: dict[str, Any], is_alone: bool) -> None:
+    """No connector is asked to take anything up, or there is none: what it computes is as any
+    other's."""
+    node = Node(is_alone=is_alone)
+    params = {"kvtiers": {"weights": "others@node"}, **more}
+    client = node.requests.of(FakeRequest("client", kv_transfer_params=params))
+    client.given(([1, 2, 3],))
+    node.doubts.allocated(client, 0, in_step=False)
+    node.step(("client", [1, 2, 3], 0))
+    assert client.stores and not client.sent and node.requests._named.get("node") is None
+    assert node.stores("has the same beginning", [1, 2, 4], 2)
+
+
+@pytest.mark.parametrize("name", ["x" * 509 + "@one", ["list"], None])
+def test_what_is_no_name_is_of_weights_that_nobody_knows_and_is_not_kept(name: Any) -> None:
     node = Node()
-    entry = {"kvtiers": {"weights": "others"}}
-    state = node.requests.of(FakeRequest("client", kv_transfer_params=entry))
-    assert state.stores and not state.sent
+    params = {"kvtiers": {"weights": name}, **PULLS}
+    state = node.requests.of(FakeRequest("pulled", kv_transfer_params=params))
+    state.given(([1, 2],))
+    node.doubts.allocated(state, 0, in_step=False)
+    assert not state.stores and state.sent == {""}
 
 
 @pytest.mark.parametrize("named", ["ours", "others"])
@@ -158,6 +176,21 @@ def test_groups_of_other_blocks_have_their_own_places() -> None:
     state.given(([1, 2, 3, 4], [5, 6]))
     doubts.allocated(state, 8, in_step=False)
     assert {*doubts._sent} == {3, 4, 6}
+
+
+def test_a_block_of_what_goes_on_is_unsure_before_the_larger_one_is_full_that_it_is_in() -> None:
+    groups = KVGroup(4), KVGroup(8)
+    node = Node()
+    node.requests = RequestTable(EngineInfo({}, 8, 4, 100, groups=groups, goes_on_right=False))
+    node.doubts = Doubts(node.requests)
+    session: Any = FakeRequest("session", 8, [b"a", b"b"])
+    session.resumable = True
+    node.requests.of(session)
+    first = FakeStep({"session": 8}, FakeNewRequest("session", 0, ([1, 2], [3])))
+    node.doubts.step_begins(node.requests.begin_step(first), None)
+    added: Any = CachedRequests(["session"], set(), [([4], [5])], [8])
+    node.doubts.step_begins(node.requests.begin_step(Step([], {"session": 1}, added)), None)
+    assert node.doubts._failed == {4, 5}
 
 
 def test_what_another_computes_behind_it_in_the_same_step_is_found_by_who_comes_first() -> None:

@@ -121,6 +121,24 @@ def test_blocks_that_neither_engine_nor_tiers_brought_are_not_stored(
     assert (first, other) == (omitted, ())
 
 
+def test_a_turn_of_what_goes_on_is_no_beginning() -> None:
+    """vLLM runs each as if it were new. What it computed before is its own, and the prompt's rate
+    is of what it computes then. One that was preempted does begin."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100), store="computed")
+    request = FakeRequest("r", 8, [b"a", b"b"])
+    state, found = table.of(request), []
+    for tokens, before, is_asked in ((8, 0, True), (20, 9, False), (20, 9, False), (24, 4, True)):
+        request.num_tokens = tokens
+        if is_asked:
+            state.is_asked = state.is_undecided = True
+        table.allocated(request, Given([1, 2, 3, 4, 5, 6]))
+        state.is_undecided = False
+        new = FakeNewRequest("r", before, ([1, 2, 3, 4, 5, 6],))
+        step = table.begin_step(FakeStep({"r": 16}, new))
+        found.append((step.scheduled[0].is_new, state.omitted, step.prompt_tokens))
+    assert found == [(True, (), 8), (False, (), 11), (False, (), 11), (True, (range(1),), 16)]
+
+
 @pytest.mark.parametrize("right", [False, True])
 def test_what_goes_on_after_its_answer_has_tiers_where_its_hashes_are_right(right: bool) -> None:
     table = RequestTable(EngineInfo({}, 4, 4, 100, goes_on_right=right))

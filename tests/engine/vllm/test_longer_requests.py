@@ -45,17 +45,26 @@ def test_a_drafter_has_kv_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("version", "drafts", "is_async", "right"),
+    ("version", "drafts", "is_async", "states", "right"),
     [
-        ("0.31.0", False, True, False),
-        ("0.32.0", False, False, True),
-        ("0.32.0", True, True, True),
-        ("0.32.0", True, False, False),
-        ("0.33.0", True, False, True),
+        ("0.31.0", False, True, False, False),
+        ("0.32.0", False, False, False, True),
+        ("0.32.0", True, True, False, True),
+        ("0.32.0", True, False, False, False),
+        ("0.33.0", True, False, False, True),
+        ("0.31.0", False, False, True, False),
+        ("0.32.0", False, False, True, True),
+        ("0.33.0", False, True, True, False),
+        ("0.33.0", True, False, True, False),
     ],
 )
 def test_where_prompts_that_go_on_have_no_tiers(
-    version: str, drafts: bool, is_async: bool, right: bool, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    drafts: bool,
+    is_async: bool,
+    states: bool,
+    right: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tiers.engine import vllm_groups
 
@@ -64,7 +73,7 @@ def test_where_prompts_that_go_on_have_no_tiers(
         speculative_config=object() if drafts else None,
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
     )
-    assert vllm_groups.goes_on_right(config) is right
+    assert vllm_groups.goes_on_right(config, states) is right
 
 
 def test_a_prompt_goes_on_after_an_answer(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
@@ -90,3 +99,21 @@ def test_a_prompt_goes_on_after_an_answer(run_vllm: Callable[..., Run], tmp_path
     stored = [[32], [96], [160], [224]] if engine_version() >= "0.32" else [[0], [32], [96], [160]]
     assert run.cached[1:] == stored, "whole blocks of what stayed"
     assert sum(run.loaded().values()) > 0
+
+
+def test_what_others_find_of_a_prompt_that_went_on_is_not_stored_under_what_was_dropped(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Others send an answer whole as their history. Before 0.32 they find a block in the engine's
+    own cache whose name is of the token that was dropped, and whose KV of what came instead."""
+    first, part, end, other = documents(4, 63)
+    session = (first[1:], 2, {"more": [part], "sampling": {"allowed_token_ids": [11]}})
+    history = [*first[1:], 11, 11]
+    asked: list[Batch] = [[([*history, *end], 8)], [([*history, *other], 8)]]
+    few: dict[str, Any] = {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 60}
+    plain = run_vllm(asked, **few, **IN_PROCESS)
+    told: dict[int, list[Any]] = {2: [("reset_prefix_cache", {})]}
+    options = {"is_async": True, "on_reset": "keep", "told": told, **few}
+    run = run_vllm([[session], *asked], small_chain(tmp_path), **options)
+    assert run.tokens[2] == plain.tokens[1]
+    assert run.count("cpu", "stored_blocks") > 0

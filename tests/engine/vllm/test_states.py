@@ -90,6 +90,26 @@ def test_states_and_attention_come_back_from_every_tier(
     assert restarted.loaded()["disk"] >= 5 * BLOCKS * STATE_BLOCK_TOKENS
 
 
+def test_a_state_that_has_taken_in_a_token_which_was_dropped_is_not_stored(
+    run_states: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A token ends an answer while the next step computes with it, and the prompt goes on in its
+    place. vLLM's own cache has that state, too: it is emptied before anybody asks again."""
+    first, part, end = LONG[0][:200], LONG[1], LONG[2][:70]
+    stops = {"allowed_token_ids": [11], "stop_token_ids": [11]}
+    options: dict[str, Any] = {"model": GRANITE, "before": {"start": ["mamba_states"]}}
+    options |= {"is_async": True, "steps_in_flight": 2, "max_model_len": 2040}
+    history = [*first, *part, *part, *end]
+    asked: list[Any] = [[(history, 8)], [(history, 8)]]
+    plain = run_states(asked[:1], **options)
+    forget: list[Any] = [("reset_prefix_cache", {})]
+    options |= {"told": {1: forget, 2: forget}, "on_reset": "keep"}
+    session = (first, 8, {"more": [part + part], "sampling": stops})
+    run = run_states([[session], *asked], [CPU, disk(tmp_path)], **options)
+    assert run.tokens[1:] == plain.tokens * 2
+    assert run.cached[1] == [0] and run.cached[2] > [0]
+
+
 def test_states_that_vllm_itself_mistakes_are_refused(run_states: Callable[..., Run]) -> None:
     """Of two prompts that begin alike the second begins at the end of the first, within a block,
     and leaves that block's state as one of the block's end."""

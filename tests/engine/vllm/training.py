@@ -188,7 +188,8 @@ class Async:
             asked = parts(prompt, params, answered) if is_list else prompt
             async for output in self._engine.generate(asked, params, str(self._count)):
                 last = output
-                if len(output.outputs[0].token_ids) % params.max_tokens == 0:
+                tokens, stops = output.outputs[0].token_ids, params.stop_token_ids or ()
+                if len(tokens) % params.max_tokens == 0 or tokens[-1] in stops:
                     answered.put_nowait(None)
             return last
 

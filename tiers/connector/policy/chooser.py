@@ -161,7 +161,6 @@ class Chooser:
         if not request_state.computed:
             request_state.failed |= request_state.foreign_loaders
         request_state.foreign_loaders.clear()
-        request_state.prompt_tokens = request_state.request.num_tokens
         question = self._question(request_state, num_computed_tokens, notes)
         choice = NO_LOAD
         if request_state.limits.max_load_tokens is None or question.loadable > 0:

@@ -11,12 +11,13 @@ from tiers.contract.protocols import NULL_BLOCK
 
 class Doubts:
     """Blocks that connectors of the engine load within a step, blocks with KV that another node
-    sent of weights that are not known to be ours, and what is computed behind either.
+    sent of weights that are not known to be ours, blocks whose hashes may be of other tokens, and
+    what is computed behind any.
 
-    The engine finds these for other requests: the former from when it allocates them, and it hears
-    after the step which of them failed. Those, and what is behind them, stay in doubt until they
-    are given to a request anew: who computes them again may end before, or do so in parts. Used by
-    the scheduler's thread alone.
+    The engine finds these for other requests: the first from when it allocates them, and it hears
+    after the step which of them failed. Those, the last, and what is behind them, stay in doubt
+    until they are given to a request anew: who computes them again may end before, or do so in
+    parts. Used by the scheduler's thread alone.
     """
 
     def __init__(self, requests: RequestTable) -> None:
@@ -62,11 +63,14 @@ class Doubts:
         if self and number is not None:
             self._unheard[number] = []
         found, runs = list[RequestState](), step.scheduled
-        if not (self or self._sent or any(run.request_state.sent for run in runs)):
+        going_on = [run.request_state for run in runs if run.request_state.sure]
+        unsure = set[int]().union(*(self._behind(one, one.sure) for one in going_on))
+        if not (self or self._sent or unsure or any(run.request_state.sent for run in runs)):
             for run in runs:
                 run.request_state.in_doubt = False
             return found
         self._are_right(step.added)
+        self._failed |= unsure
         for copy in step.copies:
             self._copied(copy.src_block_id, copy.dst_block_id)
         # Twice: one may find what another, that comes later here, computes in this very step.
@@ -93,8 +97,9 @@ class Doubts:
 
     def _doubt(self, blocks: list[int]) -> None:
         """If one is wrong, so are those that follow it, which the end of the last step in flight
-        will say; of steps that nobody hears of, all are taken to be."""
-        if self._unheard:
+        will say; of steps that nobody hears of, or where one is wrong already, all are taken to
+        be."""
+        if self._unheard and self._failed.isdisjoint(blocks):
             self._blocks.update(blocks)
             self._unheard[max(self._unheard)].append(blocks)
         else:

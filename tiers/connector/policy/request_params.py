@@ -27,6 +27,8 @@ proxy may send a response's entries on as a request's."""
 WEIGHTS = "weights"
 """The entry of a response whose KV another node takes, and of that node's request: what names the
 weights that computed it, an @, and what stands for the node from its start on."""
+MAX_NAME = 512
+"""Characters of it that are read; ours has fewer."""
 NO_LIMITS = (HINTS, CACHED, WEIGHTS)
 KV_HINT = "kv_hint"
 """The entry of `kv_transfer_params` in which Dynamo passes its envelope on to an engine."""

@@ -16,6 +16,7 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch
 from tiers.connector.policy.request_params import (
     KEY,
+    MAX_NAME,
     NO_HINTS,
     NOTHING,
     WEIGHTS,
@@ -54,14 +55,15 @@ class RequestState:
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored, and `scope`:
     which of them. `sent`: what names the weights of a part of its KV that another node sent for it
     or for others; it `awaits_weights` while it is not known yet whether they are its own, and none
-    may be stored. `load_range`: blocks that tiers load for it; `omitted`: blocks not to be stored,
-    since neither this engine computes them for it nor tiers load them. `hints`: on its prompt's
-    blocks. `junction`: the block before which it had all but windows in common with what tiers
-    held. `pieces`: where several connectors load it, the paged blocks of each, by its place.
-    `keys`: of all parts of its full blocks, as far as they are made, block by block. `tables`: its
-    blocks in the paged KV, per KV cache group. `computed`: tokens computed once every scheduled
-    step has run; 0 while it may be loading. `complete`: as of `Scheduled`. `is_outdated`: a reset
-    came after some of its blocks were computed.
+    may be stored. `sure`: before so many tokens its blocks are what their hashes say; 0: all are.
+    `load_range`: blocks that tiers load for it; `omitted`: blocks not to be stored, since neither
+    this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
+    `junction`: the block before which it had all but windows in common with what tiers held.
+    `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
+    all parts of its full blocks, as far as they are made, block by block. `tables`: its blocks in
+    the paged KV, per KV cache group. `computed`: tokens computed once every scheduled step has run;
+    0 while it may be loading. `complete`: as of `Scheduled`. `is_outdated`: a reset came after some
+    of its blocks were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, each with what tiers
@@ -69,8 +71,8 @@ class RequestState:
     connectors that load it; `failed`: those that left it nothing. `loading`, `awaits`: see
     `LoadSharing`. `next_step`: blocks that it needs behind what it loads, until that step runs (see
     `LoadRoom`). `lacks_room`: whether it found a load when the tiers were asked last, and no room.
-    `prompt_tokens`: known before it ran. `looking`: see `LookupLatency`. `tiers`: what each keeps
-    of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded.
+    `prompt_tokens`: known before it ran or went on. `looking`: see `LookupLatency`. `tiers`: what
+    each keeps of it, by the tier itself. `cached`: tokens of its prompt that each tier loaded.
     `to_offer_again`: the tiers that could not take some of its blocks, which they are offered
     again. `in_vain`: tiers loaded it, and that brought nothing.
     """
@@ -84,6 +86,7 @@ class RequestState:
     scope: StoreScope
     sent: set[str] = field(default_factory=set)
     awaits_weights: bool = False
+    sure: int = 0
     is_asked: bool = False
     in_doubt: bool = False
     is_beside: bool = False
@@ -257,10 +260,13 @@ class RequestTable:
         """What names the weights of KV that another node sends for a request; for weights that it
         did not know yet, what stands for them until it does."""
         entry, params = entry_of(request), getattr(request, "kv_transfer_params", {})
-        # With our entry alone a client asks nobody to send anything.
-        if not isinstance(entry, Mapping) or WEIGHTS not in entry or params.keys() == {KEY}:
+        if self.engine.is_alone or not isinstance(entry, Mapping) or WEIGHTS not in entry:
             return
-        weights, _, node = str(entry[WEIGHTS]).partition("@")
+        if params.keys() == {KEY}:  # so a client asks nobody to send anything
+            return
+        name = entry[WEIGHTS]
+        is_ours = isinstance(name, str) and len(name) <= MAX_NAME
+        weights, _, node = name.partition("@") if is_ours else ("", "", "")
         named = self._named.get(node)
         if weights and node and named is None:
             self._named.update({node: weights})
@@ -324,9 +330,9 @@ class RequestTable:
         """The state of a request, which is known from now on."""
         request_state = self._states.get(request.request_id)
         if request_state is None:
-            limits = self._reader.limits(request)
+            limits, sure = self._reader.limits(request), 0
             if getattr(request, "resumable", False) and not self.engine.goes_on_right:
-                limits = NOTHING
+                limits, sure = NOTHING, request.num_prompt_tokens  # of its first turn
             budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
             budget.found()
             request_state = self._states[request.request_id] = RequestState(
@@ -337,6 +343,7 @@ class RequestTable:
                 budget,
                 may_store=limits.store is not False,
                 scope=limits.scope(self._store),
+                sure=sure,
                 hints=self._reader.hints(request),
             )
             request_state.sent.update(self._sent(request))
@@ -423,7 +430,9 @@ class RequestTable:
             self._media_late += self.engine.media.give_up(request)
         request_state = self.of(request)
         request_state.given(blocks.get_block_ids())
-        request_state.computed = 0
+        request_state.prompt_tokens = request.num_tokens
+        if request_state.is_undecided or not request_state.is_asked:  # else it goes on
+            request_state.computed = 0
         request_state.is_beside = request_state.in_doubt = True
         # One tier may load into these blocks while another still reads what they held.
         self._allocated.update(*request_state.tables)
@@ -453,12 +462,12 @@ class RequestTable:
             if request_state is not None:
                 request_state.given(new.block_ids)
                 request_state.is_beside = False
-                before = new.num_computed_tokens
+                before, is_new = new.num_computed_tokens, not request_state.computed
                 request_state.computed = after = before + output.num_scheduled_tokens[new.req_id]
                 add_written(overwritten, request_state.tables, before)
                 add_written(self.step.added, request_state.tables, -(-before // tokens) * tokens)
                 left = states.get(new.req_id, ())
-                self._runs(request_state, before, after, left, is_new=True)
+                self._runs(request_state, before, after, left, is_new)
         # Hundreds answer in each step, and most of those complete no block.
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
@@ -484,6 +493,7 @@ class RequestTable:
                 after // tokens != request_state.complete
                 or before < request_state.prompt_tokens
                 or request_state.to_offer_again
+                or (added and request_state.sure)
                 or self._computed_since is not None
             ):
                 left = states.get(request_id, ())
