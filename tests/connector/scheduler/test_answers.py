@@ -30,6 +30,7 @@ from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import (
+    NO_PART,
     JobResult,
     OffloadingWorkerMetadata,
     PromptPart,
@@ -649,6 +650,21 @@ def test_a_prefix_that_is_stored_in_steps_is_used_again_as_one(stored_first: boo
     if not stored_first:
         halves.hear([OffloadingWorkerMetadata(), _ended(job)])
     assert used == [4, 5]
+
+
+@pytest.mark.parametrize(("part", "renewed"), [(NO_PART, 0), (NO_PART, 1), (PromptPart([b""]), 0)])
+def test_a_prefix_that_one_job_stores_is_used_already(part: PromptPart, renewed: int) -> None:
+    """Its last batch is put first; not of packs, and not of blocks that the store had before."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
+    manager.part = lambda *_: part
+    used, count = _used(halves), 2 * batch_blocks(slot_stride(PAYLOAD))
+    prompt = Prompt(1, count)
+    _, (job,) = _begin(halves, [prompt], blocks=count)
+    ended = {job.job_id: JobResult(RANKS, renewed=renewed)}
+    halves.hear([OffloadingWorkerMetadata(), OffloadingWorkerMetadata(jobs=ended)])
+    halves.chain.request_finished(prompt, [])
+    assert used == ([count] if renewed or part is not NO_PART else [])
 
 
 def test_a_prefix_whose_last_block_is_there_already_is_used_again_as_one() -> None:

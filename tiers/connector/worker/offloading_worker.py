@@ -194,7 +194,9 @@ class Puts:
             of_job = job.part.prefixes(space, len(job.items))
             prefixes += [of_job[i] for i in gathered]
         stored, order = [False] * len(items), in_packs(prefixes)
-        for batch in batches([prefixes[at] for at in order], batch_blocks(size)):
+        parts = [*batches([prefixes[at] for at in order], batch_blocks(size))]
+        # What is put last counts as used last; but packs are found by the first of a prompt.
+        for batch in parts if any(prefixes) else reversed(parts):
             places = order[batch.start : batch.stop]
             part, where = [items[at] for at in places], [prefixes[at] for at in places]
             names = [space + item.key for item in part]
