@@ -246,7 +246,7 @@ class StoreSpec(OffloadingSpec):
         description="Store blocks by a process beside each of the engine's workers, so that stores "
         "do not keep the engine's thread from launching its work. It takes 70 MB of memory, more "
         "for encryption and some plugins, and copies each block once more; with the first such "
-        "tier another, of 50 MB, gets a copy to compute checksums. Where the system lets nobody "
+        "tier another, of 85 MB, gets a copy to compute checksums. Where the system lets nobody "
         "write into their memory (ptrace_scope 2), or they can't begin, the engine's process does "
         "it, and the tier is degraded. auto: where the engine computes on a GPU.",
     )

@@ -136,8 +136,9 @@ class StoredApart(Same, Tier):
 
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From the first block on."""
+        """From the first block on, and a prompt by parts of it."""
         monkeypatch.setattr(put_process._Process, "has_answered", lambda *_: True)
+        monkeypatch.setattr(put_process, "PART_BYTES", 3 * self.payload_bytes)
 
     def open_store(self, payload_bytes: int) -> TierStore:
         store, site = super().open_store(payload_bytes), StoreContext(payload_bytes)

@@ -12,7 +12,15 @@ from spec.offloading import StoreContext, StoreSpec
 from tests.support.faulty_stores import FaultyStore, SlowStore
 from tiers.block import HEADER_BYTES
 from tiers.errors import TierError, TierUnavailable
-from tiers.store import Block, Damages, LocalIndex, TierStore, capability, required
+from tiers.store import (
+    Block,
+    Damages,
+    LocalIndex,
+    TierStore,
+    batch_blocks,
+    capability,
+    required,
+)
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
 from tiers.wrappers import integrity
 from tiers.wrappers.encryption import EncryptedStore
@@ -207,6 +215,16 @@ def test_a_store_of_ours_that_verifies_is_given_payloads() -> None:
     ours = open_guarded(OursSpec(type="given"), StoreContext(SIZE))
     plain = open_guarded(GivenSpec(type="given"), StoreContext(SIZE))
     assert isinstance(ours.now(), MemoryStore) and isinstance(plain.now(), VerifiedStore)
+
+
+def test_a_batch_goes_on_as_one() -> None:
+    """Else its last blocks would be put, and count as used, last."""
+    for size in (4096, 500 << 10, 1 << 19, 600 << 10, 1 << 20, 1 << 21, 5000 << 10, 1 << 24):
+        for store in (
+            VerifiedStore(MemoryStore(), size),
+            EncryptedStore(MemoryStore(), [bytes(32)], size),
+        ):
+            assert store._at_once >= batch_blocks(size), f"{size}"
 
 
 def test_many_blocks_pass_through_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

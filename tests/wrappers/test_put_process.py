@@ -69,6 +69,7 @@ from tiers.store import (
     Measured,
     Prefix,
     PutCounts,
+    Recent,
     Resizable,
     Waiting,
     batch_blocks,
@@ -104,6 +105,35 @@ def test_another_process_puts_what_this_one_finds(
     assert put(store, some[:4]) == [True] * 4
     assert store.counts() == PutCounts(renewed=4)
     assert number(store) != os.getpid()
+
+
+TAKES = """
+import select
+from types import SimpleNamespace
+from tiers.disk.disk_store import DiskStore
+really = DiskStore.put
+def put(store, blocks):
+    return [block.key[16] != 1 for block, _ in zip(blocks, really(store, blocks))]
+DiskStore.put = put
+select.poll = lambda: SimpleNamespace(register=lambda *_: None, poll=lambda *_: TOGETHER)
+serve("""
+
+
+@pytest.mark.parametrize("how", ["in the engine", "part by part", "together"])
+def test_the_first_block_of_a_batch_counts_as_used_last(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of its parts have come when the process looks; and answers keep their order."""
+    takes = TAKES.replace("TOGETHER", str(how == "together"))
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", takes))
+    monkeypatch.setattr(put_process, "PART_BYTES", 3 * SIZE)
+    if how == "in the engine":
+        no_program(monkeypatch)
+    some = [bytes(16) + bytes([at]) + make_key() for at in range(8)]
+    with closing(opened(spec(tmp_path))) as store:
+        assert put(store, some) == [at != 1 or how == "in the engine" for at in range(8)]
+        assert required(store, Recent).recent(bytes(16), 8).keys == some
+        assert in_the_engine(store) == (how == "in the engine")
 
 
 # -- it can't be had -------------------------------------------------------------------------
@@ -917,7 +947,10 @@ def test_a_line_that_can_not_be_made_fails_no_put(
     store.close()
 
 
-def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
+def test_blocks_of_a_prompt_are_kept_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And put from the first on: a group before one that is there is taken for whole."""
     pytest.importorskip("obstore")
     store = opened(ObjectSpec.model_validate({"type": "object", "url": f"file://{tmp_path}/kv"}))
     some = [bytes(16) + key for key in keys(8)]
@@ -925,7 +958,17 @@ def test_blocks_of_a_prompt_are_kept_together(tmp_path: Path) -> None:
     packed = [GatheredBlock(*block, None, Prefix(some, at, 8)) for at, block in enumerate(blocks)]
     assert store.put(packed) == [True] * 8
     assert sum(path.is_file() for path in (tmp_path / "kv").rglob("*")) == 1
+    firsts, really = list[int](), put_process._Process._hand_over
+
+    def note(process: Any, part: Sequence[Block], first: int, is_last: bool) -> RecordError | None:
+        firsts.append(first)
+        return really(process, part, first, is_last)
+
+    monkeypatch.setattr(put_process._Process, "_hand_over", note)
+    monkeypatch.setattr(put_process, "PART_BYTES", 3 * SIZE)
+    store.put(packed)
     store.close()
+    assert firsts == [0, 3, 6]
 
 
 def test_what_was_sent_before_the_end_is_put(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,7 @@ class JobResult:
     def fold(self, other: JobResult) -> None:
         self.ranks += other.ranks
         self.bytes += other.bytes
+        self.renewed += other.renewed
         if other.failed:
             self.failed |= other.failed
             self.lost |= other.lost

@@ -2,7 +2,7 @@
 
 Who computes one here asks for the interpreter's lock again behind each block, and an engine's
 thread that launches small kernels sleeps 36 us until it has the lock back; here it does so a few
-times for 16 MiB. `serve` is the process, which has neither a store nor torch.
+times for 32 MiB. `serve` is the process, which has neither a store nor torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from collections.abc import Iterable
 from itertools import islice, repeat
 
 from tiers.block import digest
-from tiers.concurrency.beside import (
-    PART_BYTES,
-    Beside,
-    CannotServe,
-    offered,
-    receive,
-    send,
-    serving,
-)
+from tiers.concurrency.beside import Beside, CannotServe, offered, receive, send, serving
 from tiers.host.scratch import Scratch
 from tiers.host.slots import slot_stride
 
+PART_BYTES = 32 << 20
+"""Payloads that are copied at once, one block at least: who stores waits for 64 slots anyway."""
 ANSWER_SECONDS = 2.0
 """How long an answer may take, which is there in milliseconds: tiers wait for it before they put,
 and their puts have 10 s."""

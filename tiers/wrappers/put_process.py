@@ -192,13 +192,14 @@ class _Process(Beside):
         talks nonsense, or not in time."""
         at_once = max(1, PART_BYTES // self._payload_bytes)
         starts = range(0, len(blocks) or 1, at_once)
-        parts = [blocks[start : start + at_once] for start in starts]
-        is_last = (start == starts[-1] for start in starts)
-        gone = [*map(self._hand_over, parts, starts, is_last)]
-        is_put = [not why for part, why in zip(parts, gone, strict=True) for _ in part]
+        if not any(block.prefix for block in blocks):  # packs are found by the first of a prompt
+            starts = starts[::-1]  # what is put last counts as used last
+        last = starts[-1]
+        gone = {at: self._hand_over(blocks[at : at + at_once], at, at == last) for at in starts}
+        is_put = [not gone[at - at % at_once] for at in range(len(blocks))]
         held = iter(each("put", self._hear()["held"], sum(is_put)))
-        if gone[0] is not None and not any(is_put):
-            raise gone[0]
+        if (why := gone[0]) is not None and not any(is_put):
+            raise why
         return [was_put and next(held) for was_put in is_put]
 
     def _hand_over(self, blocks: Sequence[Block], first: int, is_last: bool) -> RecordError | None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 from spec.errors import reason_of
@@ -124,8 +125,9 @@ class _Server:
         return store
 
     def _put(self, message: Message) -> dict[str, Any]:
-        """Put the blocks of this message and of those behind it, up to the last one."""
-        held: list[bool] = []
+        """Put the blocks of this message and of those behind it, up to the last one. They are
+        parts of a batch in a row, from its first on or from its last."""
+        held: dict[int, Sequence[bool]] = {}
         errors = []
         while True:
             messages = [message]
@@ -133,17 +135,21 @@ class _Server:
             with suppress(EOFError):  # the next look finds it, too
                 while not messages[-1]["is_last"] and self._arrivals.poll(0):
                     messages.append(receive(self._engine))
+            is_last = messages[-1]["is_last"]
+            messages.sort(key=itemgetter("first"))
+            first = messages[0]["first"]
             try:
-                held += self._put_at_once(messages)
+                held[first] = self._put_at_once(messages)
             except Exception as error:  # noqa: BLE001 - a store's; those behind may be stored
                 errors.append(error)
-                held += [False for part in messages for _ in part["put"]]
-            if messages[-1]["is_last"]:
+                held[first] = [False for part in messages for _ in part["put"]]
+            if is_last:
                 break
             message = receive(self._engine)
-        if errors and not any(held):
+        answers = [*chain.from_iterable(held[first] for first in sorted(held))]
+        if errors and not any(answers):
             raise errors[0]
-        return {"held": held}
+        return {"held": answers}
 
     def _put_at_once(self, messages: Sequence[Message]) -> Sequence[bool]:
         store, until = self._ready(), messages[0]["until"]

@@ -24,12 +24,14 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.choice import Choice
 from tiers.connector.policy.request_state import RequestState
 from tiers.connector.scheduler.lookups import HeldLog, Lookup, LookupPace
+from tiers.connector.scheduler.offloading_scheduler import LOOK_SECONDS
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import (
+    NO_PLACE,
     JobResult,
     OffloadingWorkerMetadata,
     PromptPlace,
@@ -42,7 +44,7 @@ from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.loading.comparison import FIRST_PATIENCE
 from tiers.store import batch_blocks
 from tiers.testing import GivenSpec
-from tiers.wrappers.guard import HEALTHY, Guarded
+from tiers.wrappers.guard import FAILED, HEALTHY, Guarded
 
 RANKS = 2
 BLOCKS = 200
@@ -618,6 +620,33 @@ def test_a_tier_is_as_large_as_it_was_made() -> None:
     assert cpu._tier.open.max_blocks == BLOCKS
 
 
+def test_how_a_tier_does_is_looked_at_where_something_was_measured_or_now_and_then() -> None:
+    """In a step that computes; another may be the last one for long."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    index: Any = halves.chain.children[1]
+    prompt, later = Prompt(1, 3), halves.clock.now + LOOK_SECONDS
+    _begin(halves, [prompt], blocks=3)
+
+    def seen(fails: bool, computed: int = 1, measured: bool = False) -> float | None:
+        says = FAILED if fails else HEALTHY
+        halves.hear([OffloadingWorkerMetadata(), OffloadingWorkerMetadata(health={0: says})])
+        if computed:
+            _answer(halves, prompt, 3 * TOKENS + computed)
+        else:
+            halves.chain.build_connector_meta(Step([], {}))
+        index.count(stored_blocks=measured)
+        stats = index.get_kv_connector_stats()
+        return None if stats is None else stats["index"]["reads_up"]
+
+    assert seen(fails=True) == 0
+    assert seen(fails=False, computed=2) is None
+    assert seen(fails=False, computed=3, measured=True) == 1
+    assert seen(fails=True, computed=4) is None
+    halves.clock.now = later
+    assert seen(fails=True, computed=5) == 0
+    assert seen(fails=False, computed=0) == 1
+
+
 def test_a_tier_that_leaves_the_chain_is_given_nothing() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     index: Any = halves.chain.children[1]
@@ -654,6 +683,23 @@ def test_a_prefix_that_is_stored_in_steps_is_used_again_as_one(stored_first: boo
     if not stored_first:
         halves.hear([OffloadingWorkerMetadata(), _ended(job)])
     assert used == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("place", "renewed"), [(NO_PLACE, 0), (NO_PLACE, 1), (PromptPlace([b""]), 0)]
+)
+def test_a_prefix_that_one_job_stores_is_used_already(place: PromptPlace, renewed: int) -> None:
+    """Its last batch is put first; not of packs, and not of blocks that the store had before."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
+    manager.place = lambda *_: place
+    used, count = _used(halves), 2 * batch_blocks(slot_stride(PAYLOAD))
+    prompt = Prompt(1, count)
+    _, (job,) = _begin(halves, [prompt], blocks=count)
+    ended = {job.job_id: JobResult(RANKS, renewed=renewed)}
+    halves.hear([OffloadingWorkerMetadata(), OffloadingWorkerMetadata(jobs=ended)])
+    halves.chain.request_finished(prompt, [])
+    assert used == ([count] if renewed or place is not NO_PLACE else [])
 
 
 def test_a_prefix_whose_last_block_is_there_already_is_used_again_as_one() -> None:

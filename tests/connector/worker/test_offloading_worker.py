@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,7 +32,13 @@ from tiers.connector.worker.offloading_worker import (
     Puts,
 )
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.messages import OffloadingConnectorMetadata, StoreItem, StoreJob
+from tiers.contract.messages import (
+    NO_PLACE,
+    OffloadingConnectorMetadata,
+    PromptPlace,
+    StoreItem,
+    StoreJob,
+)
 from tiers.contract.pool_size import PoolSize
 from tiers.contract.weight_reports import WeightOrders
 from tiers.disk.spec import DiskSpec
@@ -305,7 +312,20 @@ def test_what_differs_is_put_apart(puts: Puts, store: Store) -> None:
     ]
     store.over.set()
     assert [future.result(WAIT_S).failed for future in futures] == [set()] * 6
-    assert [len(put) for put in store.puts] == [1, 1, 1, 32, 8, 1]
+    assert [len(put) for put in store.puts] == [1, 1, 1, 8, 32, 1]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_the_first_batch_of_a_prompt_is_put_last_unless_packs_are_found_by_it(
+    puts: Puts, store: Store, packs: bool
+) -> None:
+    store.over.set()
+    keys = [b"%02d" % number for number in range(40)]
+    keys[1] = b"no"
+    place = PromptPlace(keys, range(40), 8) if packs else NO_PLACE
+    result = puts.begin(replace(job(0, *keys), place=place), True).result(WAIT_S)
+    assert store.puts == ([keys[:32], keys[32:]] if packs else [keys[32:], keys[:32]])
+    assert result.failed == {1}
 
 
 def test_a_gather_that_failed_fails_one_job(puts: Puts, store: Store) -> None:

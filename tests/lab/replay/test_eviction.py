@@ -109,7 +109,15 @@ def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
     kind: str,
     again: bool,
 ) -> None:
-    """One step stores it, in more than one call of the store. `again`: a part was there before."""
+    """One step stores it, in more than one call of the store. `again`: a part was there before, so
+    that the disk is told of all."""
+    touched, plain = list[int](), DiskStore.touch
+
+    def touch(self: DiskStore, keys: Sequence[bytes]) -> None:
+        touched.append(len(keys))
+        plain(self, keys)
+
+    monkeypatch.setattr(DiskStore, "touch", touch)
     for user in ("worker.offloading_worker", "scheduler.tier_stores"):
         monkeypatch.setattr(f"tiers.connector.{user}.batch_blocks", lambda payload: 3)
     made = engine(chain_of(tier(kind, tmp_path)), num_blocks=24, prefix_caching=False)
@@ -117,6 +125,7 @@ def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
         store(made, range(2 * SIZE + 1))
     tokens = store(made, range(BLOCKS * SIZE))
     assert held(made, tokens) == [True] * BLOCKS
+    assert (BLOCKS in touched) == (again and kind == "disk")
     others(made, 4)
     assert held(made, tokens) == [True] * 4 + [False] * 4
 

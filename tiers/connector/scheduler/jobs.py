@@ -42,7 +42,7 @@ class PendingLoad:
 
 class StoreShare(NamedTuple):
     """One request's blocks of a store. `numbers`: those that they have among the request's keys.
-    `at_once`: whether these are all keys that there are so far, in one call of the store."""
+    `at_once`: whether these are all keys that there are so far, and the first one is put last."""
 
     tier_request: TierRequest
     numbers: list[int]

@@ -36,7 +36,7 @@ class StoreOrder:
 
     def ended(self, keys: int | None) -> None:
         """A job has ended. `keys`: how many it stored, if those were all keys so far and the store
-        took them in one call; else None."""
+        counts the first as used last; else None."""
         self.in_flight -= 1
         if keys is None:
             self.stale = True

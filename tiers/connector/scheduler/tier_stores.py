@@ -13,7 +13,7 @@ from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.jobs import Jobs, PendingStore, StoreShare
 from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
-from tiers.contract.messages import StoreItem, StoreJob
+from tiers.contract.messages import NO_PLACE, StoreItem, StoreJob
 from tiers.contract.protocols import NULL_BLOCK
 from tiers.store import batch_blocks
 
@@ -265,11 +265,10 @@ class TierStores:
                 job = StoreJob(self._jobs.next_id(), [], requests.generation.tag, adapter, place)
                 stores.append(PendingStore(job))
             stores[-1].job.items.extend(items.values())
-            # Split in batches, the first block is stored, and evicted, first.
-            whole = tier_request.offered * len(requests.groups)
-            stores[-1].shares.append(
-                StoreShare(tier_request, numbers, at_once=len(items) == whole <= most)
-            )
+            # Of packs in batches, the first is stored, and evicted, first.
+            is_whole = len(items) == tier_request.offered * len(requests.groups)
+            at_once = is_whole and (place is NO_PLACE or len(items) <= most)
+            stores[-1].shares.append(StoreShare(tier_request, numbers, at_once))
         for store in stores:
             self._jobs.begin(store)
             self._tier.count(store_taken=len(store.job.items))
@@ -341,6 +340,8 @@ class TierStores:
         tier.requests.tenants.stored(result.bytes, of_tenants)
         tier.open.manager.stored([key for of_request in kept for key in of_request.values()])
         for share, of_request in zip(store.shares, kept, strict=True):
+            at_once = share.at_once and not result.renewed  # those may count as used once more
+            share.tier_request.order.ended(len(share.numbers) if at_once else None)
             self._note_kept(share, of_request)
 
     def _note_kept(self, share: StoreShare, kept: dict[int, bytes]) -> None:
@@ -352,7 +353,6 @@ class TierStores:
             tier.open.manager.drop(beyond, tier.requests.generation.tag)
             tier.kv_events.lost(beyond)
             self._hints.lost(beyond)
-        tier_request.order.ended(len(share.numbers) if share.at_once else None)
         self._touch_prefix(tier_request)
 
     def _keep(self, store: PendingStore, share: StoreShare, first: int) -> dict[int, bytes]:

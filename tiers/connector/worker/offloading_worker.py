@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
@@ -194,7 +194,9 @@ class Puts:
             of_job = job.place.prefixes(space, len(job.items))
             prefixes += [of_job[i] for i in gathered]
         stored, order = [False] * len(items), in_packs(prefixes)
-        for batch in batches([prefixes[at] for at in order], batch_blocks(size)):
+        parts = [*batches([prefixes[at] for at in order], batch_blocks(size))]
+        # What is put last counts as used last; but packs are found by the first of a prompt.
+        for batch in parts if any(prefixes) else reversed(parts):
             places = order[batch.start : batch.stop]
             part, where = [items[at] for at in places], [prefixes[at] for at in places]
             names = [space + item.key for item in part]
@@ -245,7 +247,7 @@ class OffloadingWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._measures: Measures = {}
         self._sent_handshake = False
-        self._totals: dict[str, int] = {}
+        self._totals = Counter[str]()
         self._health = HEALTHY
         self._failed_stores = RepeatedLog(
             logger, f"tier {self._log_name!r}", "stores failed on this worker", logging.ERROR
@@ -518,13 +520,10 @@ class OffloadingWorker(WorkerConnector):
         for job_id in [job_id for job_id, move in self._moves.items() if move.done()]:
             self._ended[job_id] = self._moves.pop(job_id).result()
         if self._store is not None:
-            totals = {
-                "tier_failures": self._store.failures.total,
-                "damaged_blocks": self._store.damaged(),
-                "evictions": self._store.counts().evicted,
-            }
-            for name, total in totals.items():
-                merge(self._measures, {name: total - self._totals.get(name, 0)})
+            totals = Counter(tier_failures=self._store.failures.total)
+            totals["evictions"] = self._store.counts().evicted
+            totals["damaged_blocks"] = self._store.damaged()
+            merge(self._measures, totals - self._totals)
             self._totals = totals
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY
