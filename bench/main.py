@@ -20,6 +20,7 @@ from bench.report import (
     table,
     write_json,
 )
+from tiers.errors import TierUnusable
 
 SUITES = (
     "codec",
@@ -50,6 +51,8 @@ class Scale:
     blocks: int | None = None
 
 
+REST = "the rest of the suite"
+"""The case of a row about what a suite could not measure."""
 Suite = Callable[[Scale, ExitStack], Generator[Case, None, None]]
 """What a suite's module has as `cases`; the stack ends what it starts."""
 
@@ -58,20 +61,25 @@ def run(
     names: Sequence[str], scale: Scale, note: Callable[[str], None], json_file: Path | None = None
 ) -> list[Row]:
     """Measure the suites' cases, one by one; the JSON is written after each suite, so that one that
-    fails costs no other before it. Raises KeyError for a suite there is none of."""
+    fails costs no other before it. What a suite can't measure here, since a package is missing or a
+    tier can't be used, is a row that says why. Raises KeyError for a suite there is none of."""
     rows: list[Row] = []
     began = time.monotonic()
     for name in names:
         if name not in SUITES:
             raise KeyError(name)
-        cases: Suite = import_module(f"bench.{name}").cases
         folder = scale.folder / name
         folder.mkdir()
         here = replace(scale, folder=folder)
-        with ExitStack() as stack, closing(cases(here, stack)) as found:
-            for case in found:
-                note(f"{time.monotonic() - began:4.0f} s  {case.suite}: {case.case}")
-                rows.append(measure(case, 0 if scale.smoke else scale.rounds))
+        try:
+            cases: Suite = import_module(f"bench.{name}").cases
+            with ExitStack() as stack, closing(cases(here, stack)) as found:
+                for case in found:
+                    note(f"{time.monotonic() - began:4.0f} s  {case.suite}: {case.case}")
+                    rows.append(measure(case, 0 if scale.smoke else scale.rounds))
+        except (ModuleNotFoundError, TierUnusable) as error:
+            note(f"{time.monotonic() - began:4.0f} s  {name}: {REST} can't be measured: {error}")
+            rows.append(measure(Case(name, REST, "", None, why=str(error)), 0))
         if json_file is not None:
             write_json(json_file, rows)
     return rows

@@ -45,8 +45,9 @@ DAY, MONTH = 86_400, 30 * 86_400
 PRICE_GB_MONTH, PRICE_PUT, PRICE_GET = 0.023, 0.005 / 1000, 0.0004 / 1000
 """Dollars: S3 Standard's list prices in us-east-1, 2026."""
 FLEET_HEAD = (
-    "| model | stored | GB/s stored | GB/s loaded | TB in a day | Redis servers for the bytes | "
-    "for the names | object PUT/s | GET/s | object store, a month |",
+    "| model | stored | GB/s stored | GB/s loaded | TB in a day | "
+    "Redis servers that take the bytes | that answer for names | "
+    "object PUT/s | GET/s | object store, a month |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
 HEAD = (
@@ -292,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--result", type=Path, default=newest()[0])
+    parser.add_argument("--result", type=Path, default=max(newest()))
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args(arguments)
     made = tables(asked.trace, asked.result)

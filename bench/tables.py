@@ -29,7 +29,6 @@ SHOWN = {
     "decide 8,192 blocks on disk, p99": ("scheduler", "decide *, on disk, * p99"),
     "look 8,192 blocks up remotely: begin and poll": ("scheduler", "look *"),
     "scheduler's step, 8 encrypted ranks, 50,000 stores": ("steps", "scheduler, 8 *, encrypted*"),
-    "worker's step, 50,000 stores": ("steps", "worker*"),
     "disk: store, buffered, beside memcpy": ("disk", "store, buffered, *"),
     "disk: warm load, beside memcpy": ("disk", "warm load, buffered, *"),
     "disk: store beside a file per block": ("disk", "store, buffered beside *"),
@@ -39,7 +38,6 @@ SHOWN = {
     "disk: direct store beside a raw loop": ("disk", "store, direct, *"),
     "disk: direct load beside a raw loop": ("disk", "load, direct, *"),
     "disk: random load, more than memory": ("disk", "random load, more than memory, *"),
-    "disk: reopen 1,000,000 blocks": ("disk", "index: reopen 1,000,000 blocks"),
     "TTFT, cpu, beside the engine's own cache": ("e2e", "TTFT, 1000 tokens from cpu *"),
     "TTFT, disk, beside the engine's own cache": ("e2e", "TTFT, 1000 tokens from disk *"),
     "throughput without hits, beside no connector": ("e2e", "throughput, * no connector"),
@@ -47,6 +45,8 @@ SHOWN = {
     "redis: load beside a raw socket": ("remote", "load 64 blocks of 2048 KiB"),
     "redis: load beside LMCache": ("remote", "load 64 blocks of 2048 KiB, LMCache"),
     "redis: load of 64 KiB beside LMCache": ("remote", "load 64 blocks of 64 KiB, LMCache"),
+    "shared: load beside plain reads": ("objects", "shared: load blocks of 2048 KiB, *"),
+    "object: load beside plain reads": ("objects", "load blocks of 2048 KiB, *"),
 }
 """What the table calls a row, and its suite and case in a result (`*` stands for anything)."""
 

@@ -54,8 +54,8 @@ vLLM's `/metrics` shows these metrics for every tier of the chain from the first
 one that never opens, and for a tier that a change brings from its first report on: a counter begins
 at 0, so that the first incident is an increase, and a gauge of what is not measured yet is 0. Their
 labels are `tier`, the tier's name, and vLLM's own `model_name` and `engine`; `tier_state` has also
-`state`, one of opening, open, degraded, down and refused. Metrics of tenants have `tenant` instead
-of `tier`: the name that `tenants` of the chain gives to a cache salt, or (other)
+`state`, one of opening, open, degraded, down, refused and detached. Metrics of tenants have
+`tenant` instead of `tier`: the name that `tenants` of the chain gives to a cache salt, or (other)
 ([served](served.md)). A gauge is as of the engine's last step: vLLM takes metrics in its steps
 alone, and an engine without requests takes none; the next step tells how the tiers do then. vLLM's
 log line of each interval has one short text of them: what each tier loaded, stored, evicted,

@@ -77,8 +77,8 @@ class ObjectSpec(StoreSpec):
     capacity: ByteSize | None = Field(
         default=None,
         description="Space for blocks, over all engines: one process evicts what was stored first, "
-        "in rounds of a minute or longer. Write the same for each engine. Unset: nothing is "
-        "evicted; let the bucket delete by age.",
+        "in rounds of a minute or longer, ten seconds when it is full. Write the same for each "
+        "engine. Unset: nothing is evicted; let the bucket delete by age.",
     )
     timeout: Duration = Field(
         default=5.0,
