@@ -369,13 +369,15 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
 
     def _hear_resets(self, cache: Any) -> None:
         """Take a reset of the engine's own cache for one of the tiers."""
-        if self._hears_resets:
-            before_resets(cache, self.reset_cache, self._engine_reset)
+        notify = self.reset_cache if self._hears_resets else lambda: None
+        before_resets(cache, notify, self._engine_reset)
 
     def _engine_reset(self, succeeded: bool) -> None:
         """An engine whose blocks are in use keeps them, and tells listeners nothing, where the
         tiers have forgotten all."""
-        if not succeeded:
+        if succeeded:
+            self._requests.cache_emptied()
+        elif self._hears_resets:
             self._as_vllm.all_cleared()
 
     def reset_cache(self) -> bool:

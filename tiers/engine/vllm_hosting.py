@@ -103,7 +103,7 @@ class HostingEngine:
                 "the model's weights are being identified, beside the engine's work. Until that is "
                 "done, nothing is stored in, or loaded from, a store"
             )
-        before_resets(scheduler, self._outdate)
+        before_resets(scheduler, self._outdate, self._was_reset)
         self._seen = self._executor.collective_rpc(weights_of_worker)
         self._is_compared = True
         self._watch_calls(core)
@@ -256,11 +256,17 @@ class HostingEngine:
         connector.get_num_new_matched_tokens = looking_up
         connector.update_state_after_alloc = beginning
 
+    def _was_reset(self, succeeded: bool) -> None:
+        """An engine whose blocks are in use keeps them, although its connector was reset."""
+        if not succeeded:
+            self._outdate()
+
     def _outdate(self) -> None:
         self._is_outdated = True
         logger.info(
             "the engine's prefix cache is reset, or its weights have changed: the hosted tiers "
-            "serve and keep nothing from now on, but after a reset with reset_connector=True"
+            "serve and keep nothing from now on, but after a reset with reset_connector=True that "
+            "answers True"
         )
 
 

@@ -178,7 +178,7 @@ def test_a_step_that_completes_no_block_is_one_of_an_answer_unless_it_computes_a
 def test_what_an_answer_computes_since_the_weights_changed_is_not_older() -> None:
     """A group of small blocks has completed some of which another request finds, and stores on."""
     table = RequestTable(EngineInfo({}, 8, 8, 100, groups=(KVGroup(8), KVGroup(4))))
-    table.weights_changed()
+    table.reset()
     first, other = (table.of(FakeRequest(name, block_hashes=[b"a", b"b"])) for name in "ro")
     first.prompt_tokens = 8
     table.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1], [2, 3]))))
@@ -338,7 +338,7 @@ def test_what_begins_with_blocks_of_before_the_weights_changed_is_not_stored(res
     """The engine kept them in its own cache."""
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     request_state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
-    table.weights_changed()
+    table.reset()
     request_state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
     if resumes:
         table.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2],))))
@@ -348,6 +348,74 @@ def test_what_begins_with_blocks_of_before_the_weights_changed_is_not_stored(res
     else:
         table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 4, ([8, 9],))))
     assert request_state.is_outdated
+
+
+def ask_again(table: RequestTable, found: int) -> RequestState:
+    """A request of two blocks that finds this many tokens in the engine's own cache."""
+    request_state = table.of(FakeRequest("again", 8, [b"a", b"b"]))
+    left = FakeNewRequest("again", found, ([1, 2],))
+    table.begin_step(FakeStep({"again": 8 - found}, left))
+    return request_state
+
+
+@pytest.mark.parametrize(
+    ("resets", "is_older"),
+    [
+        (["reset"], True),
+        (["reset", "reset"], True),
+        (["reset", "emptied"], False),
+        (["reset", "emptied", "reset"], False),
+        (["reset", "reset", "reset", "emptied", "reset"], False),
+        (["reset", "emptied", "step", "reset"], True),
+        (["reset", "emptied", "reset", "step", "reset", "reset"], True),
+    ],
+)
+def test_what_a_reset_leaves_in_the_engines_own_cache_is_older(
+    resets: list[str], is_older: bool
+) -> None:
+    """It refuses one while requests run. The chain is reset before each and, if it is asked to be,
+    after each."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    for what in resets:
+        if what == "step":
+            table.begin_step(IDLE_STEP)
+        else:
+            table.reset() if what == "reset" else table.cache_emptied()
+    assert ask_again(table, 4).is_outdated == is_older
+
+
+def test_what_a_request_of_before_a_reset_computes_after_it_is_older() -> None:
+    """It goes on with what it had: so does the block of which a part was computed before, and one
+    that another had computed since."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table.of(FakeRequest("r", 6, [b"a", b"b"]))
+    table.begin_step(FakeStep({"r": 6}, FakeNewRequest("r", 0, ([7, 1],))))
+    table.reset()
+    table.of(FakeRequest("ended", 4, [b"c"]))
+    table.begin_step(FakeStep({"ended": 4}, FakeNewRequest("ended", 0, ([2],))))
+    for before, added in ((6, None), (7, None), (8, ([2],))):
+        again = CachedRequests(["r"], set(), [added], [before])
+        table.begin_step(Step([], {"r": 1}, again))
+    for blocks in ([1], [2]):
+        other = table.of(FakeRequest("o", 8, [b"b", b"d"]))
+        table.begin_step(FakeStep({"o": 4}, FakeNewRequest("o", 4, ([*blocks, 3],))))
+        assert other.is_outdated
+        table.forget(other.request)
+
+
+def test_what_tiers_load_after_a_reset_is_not_older() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table.reset()
+    request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
+    request_state.load_range = range(1)
+    table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 4, ([1, 2],))))
+    assert not request_state.is_outdated
+    assert not ask_again(table, 7).is_outdated
+    table.forget(request_state.request)
+    request_state = table.of(FakeRequest("r", 12, [b"c", b"a", b"b"]))
+    request_state.load_range = range(1, 2)
+    table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 8, ([3, 1, 2],))))
+    assert request_state.is_outdated, "it had found the first block"
 
 
 def test_where_prompts_alone_are_stored_an_answer_completes_no_block() -> None:

@@ -434,6 +434,8 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
     connector: Any = object.__new__(SchedulerHalf)
     connector.children, connector._hears_resets = (), on_reset == "forget"
     connector.reset_cache, connector._room = partial(resets.append, "reset"), SimpleNamespace()
+    emptied: list[str] = []
+    connector._requests = SimpleNamespace(cache_emptied=partial(emptied.append, "emptied"))
     connector._as_vllm = AsVllm(EventsSpec(), [])
 
     pool = BlockPool(8, True, 16)
@@ -447,8 +449,10 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
     assert cache.reset_prefix_cache() is False, "vLLM's own answer"
     assert len(resets) == (on_reset == "forget")
     assert list(connector._as_vllm(())) == [AllBlocksCleared()] * len(resets)
+    assert not emptied, "it has what it had"
     pool.free_blocks(in_use)
     assert cache.reset_prefix_cache() is True
+    assert len(emptied) == 1
     assert list(connector._as_vllm(())) == [], "the engine's own event says so"
 
 

@@ -176,3 +176,34 @@ def test_running_requests_are_reset(run_vllm: Callable[..., Run], tmp_path: Path
     replica = run_vllm([one, other], [disk], **IN_PROCESS)
     assert replica.tokens == [plain.tokens[0], base]
     assert replica.cached == [[FULL], [0]]
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+@pytest.mark.parametrize("hosts", ["kvtiers", "vllm"])
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_a_reset_that_the_engine_refuses(
+    run_vllm: Callable[..., Run], policies: list[str], reset_connector: bool, hosts: str
+) -> None:
+    """Requests run on over it, and what the engine itself keeps is of weights of before. It is
+    served from there, but never from a tier."""
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    over: dict[str, Any] = {"tiers": [cpu], **AHEAD}
+    if hosts == "vllm":
+        over = {"kv_transfer_config": hosted(cpu), **IN_PROCESS}
+    changed = {"asked": BATCH[0][0], "path": policies[0], "reset_connector": reset_connector}
+    others = [(prompt, 8) for prompt in documents(4, 600, seed=5)]
+    options: dict[str, Any] = {"before": {"start": ["plain_linears"]}}
+    options["num_gpu_blocks_override"] = 70
+    one, other = ASKED
+    told = {0: [("train_in_place", {"path": policies[0]}), ("reset_prefix_cache", {})]}
+    (true,) = run_vllm([one], told=told, **options, **IN_PROCESS).tokens
+    rounds = [one, one, others, one, others, other, others, other]
+    policy = run_vllm(
+        rounds, told={1: [("change_under_a_request", changed)]}, settled=True, **options, **over
+    )
+    assert policy.cached[1] == [FULL], "the engine's own cache has it"
+    assert policy.tokens[0] != policy.tokens[1] != true, "the weights must matter"
+    assert (policy.tokens[3], policy.cached[3]) == (true, [0])
+    is_served = hosts == "kvtiers"
+    assert policy.cached[7] == [FULL * is_served], "what is computed since is stored"

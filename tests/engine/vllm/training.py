@@ -104,6 +104,23 @@ def turn_in_place(llm: Any) -> None:
     llm.collective_rpc(turn)
 
 
+def change_under_a_request(llm: Any, asked: list[int], path: str, **more: bool) -> bool:
+    """Change the weights while a request runs, so that the reset that follows is refused; the
+    request then runs on to its end."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=40, temperature=0, detokenize=False, ignore_eos=True)
+    engine = llm.llm_engine
+    engine.add_request("runs on", TokensPrompt(prompt_token_ids=asked), params)
+    for _ in range(8):
+        engine.step()
+    train_in_place(llm, path)
+    was_reset = llm.reset_prefix_cache(**more)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return not was_reset
+
+
 class Trained:
     """A worker extension, as trainers in processes of their own bring."""
 

@@ -368,7 +368,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             "nothing again that it stored before, and no other finds what it stores from now on. "
             "Reset that cache after each change: it may still serve KV of other weights"
         )
-        self._requests.weights_changed()
+        self._requests.reset()
         self.for_each(lambda child: child.weights_changed())
 
     def has_pending_push_work(self) -> bool:

@@ -207,8 +207,10 @@ class RequestTable:
         """Of requests whose media are waited for."""
         self._allocated: set[int] = set()
         self._computed_since: set[int] | None = None
-        """Paged blocks computed since the weights changed and the engine kept its own cache; None:
+        """Paged blocks computed or loaded since a reset that left the engine its own cache; None:
         it has none of other weights."""
+        self._emptied: EngineStep | None = None
+        """The last step before the engine's own cache was emptied."""
         self._weights: str | None = None
         self._here = secrets.token_bytes(16)
         self._named = RecentDict[str, str](MOST_NODES, math.inf, now)
@@ -546,15 +548,20 @@ class RequestTable:
         return tuple(filter(None, parts))
 
     def _note_older(self, request_state: RequestState, before: int, begins: bool) -> None:
-        """Note what a step computes since the weights changed, and a request that begins with
-        blocks of which some may be older."""
+        """Note what a step computes since a reset, and a request that begins with blocks of which
+        some may be older: all that it computes is, too."""
         assert self._computed_since is not None, "the engine's own cache was reset"
-        written = set[int]()
+        written, loads = set[int](), request_state.load_range
+        if begins and loads:
+            before = min(before, loads.start * self.engine.block_tokens)
         self.groups.add_written(written, request_state.tables, before)
         if begins:
             found = set().union(*request_state.tables) - written - {NULL_BLOCK}
             request_state.is_outdated |= not found <= self._computed_since
-        self._computed_since |= written
+        if request_state.is_outdated:
+            self._computed_since -= written
+        else:
+            self._computed_since |= written
 
     def _complete(self, request_state: RequestState, after: int) -> int:
         if request_state.scope == "prompt":
@@ -599,7 +606,8 @@ class RequestTable:
         """Keep what is stored in a new generation free of what was computed in an older one.
 
         A request that has blocks has computed some of them with what is reset, so that none of
-        its blocks may be stored or loaded. The others begin anew.
+        its blocks may be stored or loaded. The others begin anew. Nor is what they find in the
+        engine's own cache stored, unless that was emptied: it would outlive that cache.
         """
         self._states = {
             i: request_state
@@ -608,13 +616,12 @@ class RequestTable:
         }
         for request_state in self._states.values():
             request_state.is_outdated = True
-        self._computed_since = None
+        if self.step is not self._emptied:
+            self._computed_since = set()
 
-    def weights_changed(self) -> None:
-        """As `reset`, of an engine that still has what it computed before in its own cache. What
-        requests find there is not stored: it would outlive that cache."""
-        self.reset()
-        self._computed_since = set()
+    def cache_emptied(self) -> None:
+        """The engine has reset its own cache, as it refuses to while a request has blocks."""
+        self._computed_since, self._emptied = None, self.step
 
 
 LOOKUP_SECONDS = 1.0
