@@ -122,7 +122,8 @@ def engine_info(
         block_tokens=math.lcm(*(group.tokens for group, _ in groups)),
         hash_tokens=block_sizes(vllm_config, kv_cache_config)[1],
         num_blocks=kv_cache_config.num_blocks,
-        rank=vllm_config.parallel_config.rank,
+        # external_launcher numbers engines of one rank by it.
+        rank=vllm_config.parallel_config.rank % world_size,
         world_size=world_size,
         kv_events=bool(events and events.enable_kv_cache_events),
         describe=describe,

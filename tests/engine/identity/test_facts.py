@@ -460,6 +460,30 @@ def test_ranks_that_share_out_tokens_have_longer_blocks(tmp_path: Path) -> None:
     assert (info.block_tokens, info.hash_tokens, info.groups) == (64, 64, (KVGroup(64),))
 
 
+@pytest.mark.vllm
+def test_an_engine_of_one_rank_is_first_wherever_it_was_launched(tmp_path: Path) -> None:
+    """Under external_launcher each process has an engine, and vLLM numbers their ranks on."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from tiers.engine.vllm import engine_info
+    from tiers.engine.vllm_settings import engine_config
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3))
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layers.0"], spec)]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+    def rank_of(rank: int, *words: str) -> int:
+        words = ("--skip-tokenizer-init", "--block-size", "32", *words)
+        config = engine_config(tmp_path, [*words], None)
+        config.parallel_config.rank = rank
+        return engine_info(config, cache, KVConnectorRole.SCHEDULER, chain_of(cpu())).rank
+
+    assert [rank_of(rank) for rank in (0, 3)] == [0, 0]
+    assert [rank_of(rank, "-tp", "2") for rank in (0, 1)] == [0, 1]
+
+
 ROPE = "how its rotary embeddings are made is a fact"
 MADE = "noted in the configuration that the model holds, which is a fact"
 TABLE = "the length of a table or of working memory"
