@@ -172,7 +172,8 @@ def _seeing(add_adapter: Any) -> Any:
         if seen is None or config is not manager.lora_config:
             return add_adapter(manager, lora_request)
         number = lora_request.lora_int_id
-        reads = lora_request.load_inplace or number not in manager.list_adapters()
+        reloads = getattr(lora_request, "load_inplace", False)  # that of unsloth has none
+        reads = reloads or number not in manager.list_adapters()
         stamp = seen.before(lora_request) if reads else b""
         answer = add_adapter(manager, lora_request)
         seen.after(lora_request, manager._adapter_manager.get_adapter(number), stamp)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 pytestmark = pytest.mark.vllm
@@ -474,6 +476,34 @@ def test_listeners_hear_once_that_weights_changed() -> None:
     (event,) = connector.take_events()
     assert isinstance(event, AllBlocksCleared)
     assert list(connector.take_events()) == []
+
+
+def test_an_adapter_of_a_package_that_replaces_vllms_classes_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests may lack what newer ones of vLLM have; the step that loads it goes on."""
+    from tiers.engine import vllm_watch
+    from tiers.engine.adapter_marks import SeenAdapters
+
+    config, adapters = SimpleNamespace(), dict[int, Any]()
+    request = SimpleNamespace(lora_name="sql", lora_path=str(tmp_path), lora_int_id=7)
+    weights = type("Weights", (), {})()
+    weights.loras = {"q": torch.ones(2)}
+    manager = SimpleNamespace(
+        lora_config=config,
+        list_adapters=adapters.keys,
+        _adapter_manager=SimpleNamespace(get_adapter=adapters.get),
+    )
+
+    def add_adapter(manager: Any, request: Any) -> bool:
+        adapters[request.lora_int_id] = weights
+        return True
+
+    seen = SeenAdapters(vllm_watch.name_of)
+    monkeypatch.setitem(vllm_watch._seen, id(config), (config, seen))
+    assert vllm_watch._seeing(add_adapter)(manager, request) is True
+    (loaded,) = seen.report().values()
+    assert loaded.number == 7 and loaded.content
 
 
 def test_blocks_that_another_connector_loads_look_computed() -> None:
