@@ -77,6 +77,7 @@ from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_watch import (
     before_resets,
+    before_sleeps,
     caller,
     copies_in_step,
     fill_scales,
@@ -427,6 +428,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
             info = engine_info(vllm_config, kv_cache_config, role, chain)
             opener = partial(open_copier, in_step=copies_in_step(vllm_config))
             MultiWorker.__init__(self, *worker_parts(chain, info, opener))
+            before_sleeps(vllm_config, self._worker, self.unregister_kv_caches)
         else:
             MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))
 

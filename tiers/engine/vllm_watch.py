@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -115,10 +116,38 @@ def copies_in_step(vllm_config: VllmConfig) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
     that sleeps, and does not announce it as 0.33 does, waits for its device alone."""
     announced = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+    return _sleeps(vllm_config) and not announced
+
+
+def _sleeps(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine may sleep, by vLLM's allocator."""
     model = vllm_config.model_config
-    # Either lets it sleep, by vLLM's allocator.
-    sleeps = any(getattr(model, f"enable_{by}", False) for by in ("sleep_mode", "cumem_allocator"))
-    return sleeps and not announced
+    return any(getattr(model, f"enable_{by}", False) for by in ("sleep_mode", "cumem_allocator"))
+
+
+def before_sleeps(vllm_config: VllmConfig, worker: Any, notify: Callable[[], object]) -> None:
+    """Call a method, while its object is there, before the memory of the paged KV goes away: a
+    trainer may ask the `worker` or vLLM's allocator for that, past the engine, which waits for
+    loads. Only from 0.33 does a worker announce it, and the allocator never does."""
+    let_go = WeakMethod(notify)
+
+    def tell() -> None:
+        if (alive := let_go()) is not None:
+            alive()
+
+    for owner in (worker, _allocator() if _sleeps(vllm_config) else None):
+        for name in ("sleep", "discard"):
+            before_calls(owner, name, tell)
+
+
+def _allocator() -> Any:
+    """Return what all engines of this process sleep by; None: there is none here."""
+    try:
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        return get_mem_allocator_instance()
+    except (ImportError, AssertionError, RuntimeError):
+        return None
 
 
 def worker_weights() -> Weights:

@@ -420,6 +420,55 @@ def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_ste
     assert copies_in_step(config) is (bool(sleeps) and not told)
 
 
+class LetsGo:
+    """Of paged KV."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def let_go(self) -> None:
+        self._calls.append("let go")
+
+
+@pytest.mark.parametrize("has", ["an allocator", "none here", "no library", "one of another"])
+def test_whoever_takes_the_paged_kv_away_says_so_before(
+    has: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import device_allocator
+
+    from tiers.engine.vllm_watch import before_sleeps
+
+    calls: list[str] = []
+    owned = {name: partial(calls.append, name) for name in ("sleep", "discard", "wake_up")}
+    allocator, worker = SimpleNamespace(**owned), SimpleNamespace(sleep=owned["sleep"])
+
+    def instance() -> Any:
+        if has in ("none here", "no library"):
+            raise RuntimeError if has == "none here" else AssertionError
+        return allocator
+
+    monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", instance, raising=False)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=has != "one of another")
+    )
+    connector = LetsGo(calls)
+    before_sleeps(config, None, connector.let_go)
+    before_sleeps(config, worker, connector.let_go)
+    worker.sleep()
+    assert calls == ["let go", "sleep"]
+    calls.clear()
+    allocator.sleep()
+    allocator.discard()
+    allocator.wake_up()
+    told = ["let go"] * (2 if has == "an allocator" else 0)
+    assert calls == [*told, "sleep", *told, "discard", "wake_up"]
+    del connector
+    calls.clear()
+    worker.sleep()
+    allocator.sleep()
+    assert calls == ["sleep"] * 2, "its engine has ended"
+
+
 @pytest.mark.parametrize("binds", ["bind_kv_cache_manager", "bind_gpu_block_pool"])
 @pytest.mark.parametrize("on_reset", ["forget", "keep"])
 def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_reset: str) -> None:

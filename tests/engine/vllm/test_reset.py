@@ -207,3 +207,16 @@ def test_a_reset_that_the_engine_refuses(
     assert (policy.tokens[3], policy.cached[3]) == (true, [0])
     is_served = hosts == "kvtiers"
     assert policy.cached[7] == [FULL * is_served], "what is computed since is stored"
+
+
+@pytest.mark.faults
+def test_a_trainer_that_has_the_workers_sleep(run_vllm: Callable[..., Run]) -> None:
+    """Past the engine, which would have refused while it loads. What a load would bring later
+    touches nothing, and the engine computes it."""
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    one, other = ASKED
+    naps = [("reset_prefix_cache", {}), ("sleep_under_a_load", {"asked": one[0][0]})]
+    plain = run_vllm([one, other], **IN_PROCESS)
+    policy = run_vllm([one, one, other], [cpu], told={1: naps}, on_reset="keep", **IN_PROCESS)
+    assert policy.tokens == [plain.tokens[0], *plain.tokens]
+    assert policy.count("cpu", "load_failures") > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -119,6 +120,45 @@ def change_under_a_request(llm: Any, asked: list[int], path: str, **more: bool) 
     while engine.has_unfinished_requests():
         engine.step()
     return not was_reset
+
+
+def sleep_under_a_load(llm: Any, asked: list[int]) -> bool:
+    """Have the worker of an engine of this process sleep, as trainers do that call it themselves,
+    while a load is about to copy; False: it copies after that."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from tiers.connector.worker.loading import Loading
+
+    loading: Any = Loading
+    load, begun, awake = loading._load_items, threading.Event(), threading.Event()
+
+    def later(*args: Any) -> None:
+        begun.set()
+        assert awake.wait(60)
+        load(*args)
+
+    loading._load_items = later
+    engine = llm.llm_engine
+    params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    engine.add_request("sleeps", TokensPrompt(prompt_token_ids=asked), params)
+    engine.step()
+    assert begun.wait(60), "it loads nothing"
+    llm.collective_rpc("sleep", kwargs={"level": 1})
+    paged = engine.model_executor.driver_worker.model_runner.kv_caches
+    before = [one.clone() for one in paged]
+    awake.set()
+    for tier in get_kv_transfer_group().children:
+        for _, future in tier._loading._loads:
+            future.result()
+    pairs = zip(before, paged, strict=True)
+    is_untouched = all(
+        torch.equal(then.view(torch.int32), now.view(torch.int32)) for then, now in pairs
+    )
+    loading._load_items = load
+    while engine.has_unfinished_requests():
+        engine.step()
+    return is_untouched
 
 
 class Trained:
