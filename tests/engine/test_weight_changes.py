@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, redis, scheduler_of, total
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    cpu,
+    disk,
+    measured,
+    redis,
+    scheduler_of,
+    total,
+)
 from tests.support.servers import RedisServer
+from tiers.contract.stats import CHAIN
 from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -123,7 +133,7 @@ def test_a_change_before_each_of_many_requests(engine: MakeEngine, tmp_path: Pat
 
 
 def test_what_the_engine_itself_keeps_of_other_weights_is_not_kept_for_it(
-    engine: MakeEngine, tmp_path: Path
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own cache still has it, and serves it, until it is evicted; a tier would go on."""
     shown = Shown()
@@ -134,12 +144,16 @@ def test_what_the_engine_itself_keeps_of_other_weights_is_not_kept_for_it(
     made.settle()
     assert made.generate(PROMPT, 3).output != answer(NEW, PROMPT, 3), "as without tiers"
     made.settle()
+    (said,) = [one for one in caplog.messages if "the weights changed" in one]
+    assert "what begins with such KV is not stored (outdated_requests_total)" in said
+    assert measured(made, "outdated_requests", CHAIN) == 1
     made.scheduler.pool.forget_all()
     request = made.generate(PROMPT, 3)
     assert (request.loaded_tokens, request.output) == (0, answer(NEW, PROMPT, 3))
     made.settle()
     made.scheduler.pool.forget_all()
     assert made.generate(PROMPT, 3).loaded_tokens == FULL, "what was computed since is stored"
+    assert measured(made, "outdated_requests", CHAIN) == 1
     assert made.generate(OTHER, 3).output == answer(NEW, OTHER, 3)
 
 

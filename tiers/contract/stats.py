@@ -58,6 +58,8 @@ COUNTERS = {
     "digested in time; their tier is (chain).",
     "other_weights": "Requests of which nothing is stored, since a part of their KV comes from a "
     "node of other weights, or of weights that are not known; their tier is (chain).",
+    "outdated_requests": "Requests of which nothing is stored, since they began with blocks that "
+    "the engine's own cache kept over a change of weights or a reset; their tier is (chain).",
     "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "
     "rank's part. A server evicts by itself.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
@@ -145,6 +147,7 @@ OF_CHAIN = frozenset(
         "hints_ignored",
         "media_timeouts",
         "other_weights",
+        "outdated_requests",
         "recorded_requests",
         "record_dropped",
     }

@@ -366,7 +366,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._unannounced.log(
             "the weights changed, and the engine's prefix cache was not reset. This engine loads "
             "nothing again that it stored before, and no other finds what it stores from now on. "
-            "Reset that cache after each change: it may still serve KV of other weights"
+            "Reset that cache after each change: it may still serve KV of other weights, and what "
+            "begins with such KV is not stored (outdated_requests_total)"
         )
         self._requests.reset()
         self.for_each(lambda child: child.weights_changed())

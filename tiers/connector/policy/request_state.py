@@ -198,7 +198,7 @@ class RequestTable:
         self.step = EngineStep([], set(), set(), ())
         """The step whose orders are being made."""
         self._reader = RequestReader()
-        self._media_late = self._of_others = 0
+        self._media_late = self._of_others = self._outdated = 0
         self._now = now
         self._max_wait = max_wait
         self._store = store
@@ -320,8 +320,9 @@ class RequestTable:
             "hints_ignored": self._reader.ignored,
             "media_timeouts": self._media_late,
             "other_weights": self._of_others,
+            "outdated_requests": self._outdated,
         }
-        self._reader.ignored = self._media_late = self._of_others = 0
+        self._reader.ignored = self._media_late = self._of_others = self._outdated = 0
         measured = self.tenants.take_measures()
         return {CHAIN: of_chain, **measured} if any(of_chain.values()) else measured
 
@@ -557,7 +558,9 @@ class RequestTable:
         self.groups.add_written(written, request_state.tables, before)
         if begins:
             found = set().union(*request_state.tables) - written - {NULL_BLOCK}
-            request_state.is_outdated |= not found <= self._computed_since
+            if not (request_state.is_outdated or found <= self._computed_since):
+                request_state.is_outdated = True
+                self._outdated += 1
         if request_state.is_outdated:
             self._computed_since -= written
         else:
