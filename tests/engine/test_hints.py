@@ -28,7 +28,7 @@ from tests.support.replay_chains import (
 )
 from tests.test_readme import blocks
 from tiers.connector.policy.request_params import MAX_TTL
-from tiers.connector.scheduler import tier_hints
+from tiers.connector.scheduler import offloading_scheduler, tier_hints
 from tiers.connector.scheduler.lookups import LookupPace
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
@@ -228,6 +228,7 @@ def test_short_hints_of_one_step_wait_once_it_has_looked_up_enough(
         ask(made, prompt)
     paced = Paced(made, monkeypatch)
     monkeypatch.setattr(LookupPace, "AT_ONCE", 8)
+    monkeypatch.setattr(offloading_scheduler, "LOOK_SECONDS", 0.0)  # at what is retained
     for prompt in prompts:
         paced.hint(prompt)
     while not paced.asked:
