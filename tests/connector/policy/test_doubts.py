@@ -106,6 +106,13 @@ def test_what_is_no_name_is_of_weights_that_nobody_knows_and_is_not_kept(name: A
     state.given(([1, 2],))
     node.doubts.allocated(state, 0, in_step=False)
     assert not state.stores and state.sent == {""}
+    early = Node("")
+    state = early.requests.of(FakeRequest("pulled", kv_transfer_params=params))
+    state.given(([1, 2],))
+    early.doubts.allocated(state, 0, in_step=False)
+    assert not early.stores("finds it before our own are known", [1, 2, 3], 2)
+    early.requests.know_weights("ours")
+    assert not early.stores("finds it later", [1, 2, 4], 2)
 
 
 @pytest.mark.parametrize("named", ["ours", "others"])
@@ -191,6 +198,30 @@ def test_a_block_of_what_goes_on_is_unsure_before_the_larger_one_is_full_that_it
     added: Any = CachedRequests(["session"], set(), [([4], [5])], [8])
     node.doubts.step_begins(node.requests.begin_step(Step([], {"session": 1}, added)), None)
     assert node.doubts._failed == {4, 5}
+
+
+def test_what_goes_on_casts_no_doubt_on_a_block_that_it_has_left_to_another() -> None:
+    """As windows do."""
+    groups, node = (KVGroup(4), KVGroup(4, 8)), Node()
+    node.requests = RequestTable(EngineInfo({}, 4, 4, 100, groups=groups, goes_on_right=False))
+    node.doubts = Doubts(node.requests)
+    session: Any = FakeRequest("session", 4, [b"%d" % number for number in range(8)])
+    session.resumable = True
+    node.requests.of(session)
+    first = FakeStep({"session": 4}, FakeNewRequest("session", 0, ([1], [2])))
+    node.doubts.step_begins(node.requests.begin_step(first), None)
+    other = node.requests.of(FakeRequest("other", 4, [b"x"]))
+    for number in (1, 2, 3):
+        blocks: Any = [2 * number + 1], [2 * number + 2]
+        added: Any = CachedRequests(["session"], set(), [blocks], [4 * number])
+        step = Step([], {"session": 4}, added)
+        if number == 3:
+            new: Any = FakeNewRequest("other", 0, ([20], [4]))
+            step = Step([new], {"session": 4, "other": 4}, added)
+            other.in_doubt = True
+        found = node.doubts.step_begins(node.requests.begin_step(step), None)
+        assert found == []
+    assert {3, 5, 7, 8} <= node.doubts._failed and 4 not in node.doubts._failed
 
 
 def test_what_another_computes_behind_it_in_the_same_step_is_found_by_who_comes_first() -> None:

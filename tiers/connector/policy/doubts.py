@@ -63,8 +63,10 @@ class Doubts:
         if self and number is not None:
             self._unheard[number] = []
         found, runs = list[RequestState](), step.scheduled
-        going_on = [run.request_state for run in runs if run.request_state.sure]
-        unsure = set[int]().union(*(self._behind(one, one.sure) for one in going_on))
+        unsure = set[int]()
+        for run in runs:
+            if sure := run.request_state.sure:  # what comes before this step may be others' by now
+                unsure |= self._behind(run.request_state, max(sure, run.before))
         if not (self or self._sent or unsure or any(run.request_state.sent for run in runs)):
             for run in runs:
                 run.request_state.in_doubt = False

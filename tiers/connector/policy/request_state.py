@@ -282,7 +282,8 @@ class RequestTable:
         if not request_state.sent:
             return set()
         ours = self.weights_of(request_state.request)
-        others = {one for one in request_state.sent if (self._named.get(one) or one) != ours}
+        named = {one: self._named.get(one) or one for one in request_state.sent}
+        others = {one for one, name in named.items() if not name or name != ours}
         request_state.awaits_weights = ours == ""
         if ours and others and request_state.may_store:
             line = (
