@@ -380,6 +380,11 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         if succeeded:
             self._requests.cache_emptied()
         elif self._hears_resets:
+            logger.warning_once(
+                "the engine refused to reset its prefix cache, since requests have blocks of it: "
+                "until a reset answers True, what begins with blocks that it kept is not stored "
+                "(outdated_requests_total)"
+            )
             self._as_vllm.all_cleared()
 
     def reset_cache(self) -> bool:

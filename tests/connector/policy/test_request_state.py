@@ -17,6 +17,7 @@ from tests.support.fake_requests import (
     FakeStep,
     first_step,
 )
+from tiers.connector.policy.choice import Choice
 from tiers.connector.policy.request_params import UNLIMITED
 from tiers.connector.policy.request_state import (
     NO_BLOCKS,
@@ -403,19 +404,43 @@ def test_what_a_request_of_before_a_reset_computes_after_it_is_older() -> None:
         table.forget(other.request)
 
 
-def test_what_tiers_load_after_a_reset_is_not_older() -> None:
+@pytest.mark.parametrize("blocks", [1, 0])
+def test_what_is_loaded_after_a_reset_is_not_older(blocks: int) -> None:
+    """By tiers, or by another connector beside them."""
     table = RequestTable(EngineInfo({}, 4, 4, 100))
     table.reset()
     request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
-    request_state.load_range = range(1)
+    request_state.load_range = range(blocks)
     table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 4, ([1, 2],))))
     assert not request_state.is_outdated
     assert not ask_again(table, 7).is_outdated
     table.forget(request_state.request)
     request_state = table.of(FakeRequest("r", 12, [b"c", b"a", b"b"]))
-    request_state.load_range = range(1, 2)
+    request_state.load_range = range(1, 1)
+    request_state.choice = Choice(0, 4, True, computed=4)
     table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 8, ([3, 1, 2],))))
     assert request_state.is_outdated, "it had found the first block"
+
+
+def test_who_begins_again_unasked_may_have_found_what_is_older() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table.reset()
+    request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
+    request_state.load_range = range(0)
+    table.begin_step(FakeStep({"r": 8}, FakeNewRequest("r", 0, ([1, 2],))))
+    assert not request_state.is_outdated
+    step: Any = FakeStep({"r": 4})
+    step.scheduled_cached_reqs = CachedRequests(["r"], {"r"}, [([7, 8],)], [4])
+    table.begin_step(step)
+    assert request_state.is_outdated
+
+
+def test_a_part_of_a_block_that_was_found_after_a_reset_may_be_older() -> None:
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table.reset()
+    request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
+    table.begin_step(FakeStep({"r": 6}, FakeNewRequest("r", 2, ([1, 2],))))
+    assert request_state.is_outdated
 
 
 def test_where_prompts_alone_are_stored_an_answer_completes_no_block() -> None:

@@ -56,14 +56,15 @@ class RequestState:
     which of them. `sent`: what names the weights of a part of its KV that another node sent for it
     or for others; it `awaits_weights` while it is not known yet whether they are its own, and none
     may be stored. `sure`: before so many tokens its blocks are what their hashes say; 0: all are.
-    `load_range`: blocks that tiers load for it; `omitted`: blocks not to be stored, since neither
-    this engine computes them for it nor tiers load them. `hints`: on its prompt's blocks.
-    `junction`: the block before which it had all but windows in common with what tiers held.
-    `pieces`: where several connectors load it, the paged blocks of each, by its place. `keys`: of
-    all parts of its full blocks, as far as they are made, block by block. `tables`: its blocks in
-    the paged KV, per KV cache group. `computed`: tokens computed once every scheduled step has run;
-    0 while it may be loading. `complete`: as of `Scheduled`. `is_outdated`: a reset came after some
-    of its blocks were computed.
+    `load_range`: blocks that tiers load for it behind what the engine found, until it runs;
+    `NO_BLOCKS`: it was not asked. `omitted`: blocks not to be stored, since neither this engine
+    computes them for it nor tiers load them. `hints`: on its prompt's blocks. `junction`: the block
+    before which it had all but windows in common with what tiers held. `pieces`: where several
+    connectors load it, the paged blocks of each, by its place. `keys`: of all parts of its full
+    blocks, as far as they are made, block by block. `tables`: its blocks in the paged KV, per KV
+    cache group. `computed`: tokens computed once every scheduled step has run; 0 while it may be
+    loading. `complete`: as of `Scheduled`. `is_outdated`: a reset came after some of its blocks
+    were computed.
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, and `stitches` of it, each with what tiers
@@ -532,6 +533,8 @@ class RequestTable:
             request_state.omitted = self._not_computed(request_state, before)
         if self._computed_since is not None:
             self._note_older(request_state, before, begins=is_new or is_resumed)
+        if is_new or is_resumed:
+            request_state.load_range = NO_BLOCKS
         if self.engine.media.cut(request_state.request, after) < after:
             # Its tokens do not attend to the rest of their image, whatever name the KV has.
             self.engine.media.doubt(request_state.request)
@@ -553,9 +556,11 @@ class RequestTable:
         """Note what a step computes since a reset, and a request that begins with blocks of which
         some may be older: all that it computes is, too."""
         assert self._computed_since is not None, "the engine's own cache was reset"
-        written, loads = set[int](), request_state.load_range
-        if begins and loads:
-            before = min(before, loads.start * self.engine.block_tokens)
+        written, tokens = set[int](), self.engine.block_tokens
+        if begins:
+            if request_state.load_range is not NO_BLOCKS:  # what is behind these is loaded
+                before = min(before, request_state.choice.computed)
+            before = -(-before // tokens) * tokens  # of a block it may have found a part
         self.groups.add_written(written, request_state.tables, before)
         if begins:
             found = set().union(*request_state.tables) - written - {NULL_BLOCK}

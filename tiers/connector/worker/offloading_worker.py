@@ -353,7 +353,7 @@ class OffloadingWorker(WorkerConnector):
 
     def unregister_kv_caches(self) -> None:
         """Wait for the gathers, and end the loads, of which no copy begins any more."""
-        _fence(self._stores.values())
+        _fence([*self._stores.values()])  # a trainer's thread may call this beside a step
         self._loading.halt()
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
