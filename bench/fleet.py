@@ -31,8 +31,8 @@ from typing import Any
 import yaml
 
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.servers import free_port
-from tiers.lab.replay import ReplayEngine, ReplayModel
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS = 8, 128, 160
 PATIENCE = 300.0

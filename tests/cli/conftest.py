@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, close
 from tiers.cli.main import main
 from tiers.control.engine_control import Control
-from tiers.lab.replay import ReplayEngine
 
 
 class Ran(NamedTuple):

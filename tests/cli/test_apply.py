@@ -14,13 +14,13 @@ import yaml
 
 from spec.load import load_chain
 from tests.support.changing import changes_of
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import cpu, disk
 from tiers.connector.multi import changes
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.control import ask_engines, change_watch
 from tiers.control.change_watch import Verdict
 from tiers.control.control_server import ControlServer
-from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., Any]
 Engine = Callable[..., ReplayEngine]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import cpu, disk
 from tiers.control.control_server import short_path
-from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -16,13 +16,13 @@ import typer
 
 from spec.load import load_chain
 from tests.cli.conftest import Ran
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import close
 from tests.tuning.known_traffic import loop, mixed, once
 from tiers.cli.recommend import Asked, _budget, _known, _measured, _trace
 from tiers.cli.tune import searched
 from tiers.control.engine_control import Control
 from tiers.control.engine_status import EngineStatus, RunningChain, TierStatus
-from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.model import VOCABULARY
 from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from spec.text import bytes_text, span
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import cpu, disk
 from tiers.cli.status import ghost_lines, lines
 from tiers.control.control_server import ControlServer
 from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
-from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., tuple[int, str, str]]
 Engine = Callable[..., ReplayEngine]

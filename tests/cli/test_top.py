@@ -28,12 +28,12 @@ from tests.cli.test_apply import stepping
 from tests.cli.test_main import KVTIERS
 from tests.cli.test_status import STATUS, TIER
 from tests.support.changing import changes_of
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import cpu, disk
 from tiers.cli import arguments, top_screen
 from tiers.cli.top_screen import Top
 from tiers.control.control_server import ControlServer, short_path
 from tiers.control.watch_engines import HANGS, EnginesWatch, Watched
-from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., tuple[int, str, str]]
 Engine = Callable[..., ReplayEngine]

@@ -15,6 +15,7 @@ from spec.chain import ChainSpec
 from spec.chain_diff import ChainDiff
 from tests.support.changing import change, changes_of, finish, running
 from tests.support.clock import Clock
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import chain_of, cpu, disk
 from tests.support.topologies import wait_until
 from tiers.connector.multi import changes as multi_changes
@@ -25,7 +26,6 @@ from tiers.control.change_verbs import KEPT, ChangeVerbs
 from tiers.control.change_watch import PARTS, ChangeWatch, Saved, compare, describe
 from tiers.control.control_server import QuestionRefused
 from tiers.control.status_board import StatusBoard
-from tiers.lab.replay import ReplayEngine
 
 
 def parts(rate: float, spread: float, count: int = PARTS, seed: int = 1) -> list[Saved]:

@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.changing import running, tiers_of
 from tests.support.lacking import refuse_threads
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import chain_of, cpu, disk
 from tests.support.topologies import wait_until
 from tiers.control import ask_engines, engine_control
@@ -34,7 +35,6 @@ from tiers.control.control_server import (
 from tiers.control.engine_control import Control
 from tiers.control.status_board import StatusBoard
 from tiers.host.spare_memory import for_slots
-from tiers.lab.replay import ReplayEngine, ReplayModel
 
 LARGE = b'{"verb": "large"}\n'
 

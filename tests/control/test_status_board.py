@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.clock import Clock
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk
 from tiers.contract.stats import TierStats
 from tiers.control.status_board import SAMPLES, WINDOW, StatusBoard
-from tiers.lab.replay import ReplayEngine
 
 PROMPT = [*range(40)]
 """Ten blocks."""

@@ -17,12 +17,12 @@ from spec.chain import ChainSpec
 from tests.engine.vllm.checkpoints import write_model
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, LLAMA, Batch, EngineFailed, Run
 from tests.support.process_worker import ProcessWorker
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, close, cpu, disk, redis
 from tests.support.servers import RedisServer
 from tests.support.slow_store import STORES, TroubledStore
 from tiers.connector.policy import request_state
 from tiers.engine.plugin import transfer_config
-from tiers.lab.replay import ReplayEngine
 from tiers.wrappers import reopening
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.clock import Clock, wait_for
+from tests.support.replay import ReplayEngine, ReplayModel, ReplayRequest
 from tests.support.replay_chains import chain_of, cpu, measured
 from tiers.contract.marks import LoadedAdapter, RequestMark
 from tiers.engine import adapter_marks
@@ -32,8 +33,6 @@ from tiers.engine.adapter_marks import (
     weights_digest,
 )
 from tiers.engine.identity.digests import Stamp
-from tiers.lab.replay import ReplayEngine, ReplayModel
-from tiers.lab.replay.requests import ReplayRequest
 
 WEIGHTS = "adapter_model.safetensors"
 

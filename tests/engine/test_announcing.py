@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, measured
 from tests.support.slow_store import LONG, SlowSpec, ask
-from tiers.lab.replay import ReplayEngine
 from tiers.store import Usage
 from tiers.testing import MemoryStore
 from tiers.wrappers import reopening

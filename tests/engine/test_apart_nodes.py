@@ -16,11 +16,10 @@ from tests.engine.test_adapter_marks import Layer, Model, adapter, write
 from tests.engine.test_tenants import reports
 from tests.support.changing import change, running
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine, ReplayModel, ReplayRequest
 from tests.support.replay_chains import chain_of, close, cpu, disk, measured
 from tiers.contract.stats import CHAIN
 from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
-from tiers.lab.replay import ReplayEngine, ReplayModel
-from tiers.lab.replay.requests import ReplayRequest
 
 PROMPT = list(range(60))
 TO_DECODE = {"do_remote_decode": True}

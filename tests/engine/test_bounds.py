@@ -11,6 +11,7 @@ import torch
 
 from spec.chain import ChainSpec
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.lookups import Lookup
@@ -19,7 +20,6 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.generation import Generation
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine
 from tiers.store import Block
 from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded

@@ -19,10 +19,9 @@ from hypothesis.stateful import (
 
 from spec.chain import LOAD_POLICIES, ChainSpec
 from tests.soak.faults import Sabotaged
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import MODEL, SLOT, close, cpu, damage_disk
 from tiers.disk.spec import DiskSpec
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 ROOTS = [[13 * root + token for token in range(30)] for root in range(3)]
 PROMPTS = st.tuples(st.sampled_from(ROOTS), st.integers(1, 30), st.integers(0, 3))

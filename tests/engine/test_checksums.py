@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import xxhash
 
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, encryption, measured
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.store import Block
 
 PROMPT = list(range(100, 141))

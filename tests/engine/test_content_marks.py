@@ -22,6 +22,7 @@ from spec.chain import LOAD_POLICIES
 from tests.support.clock import wait_for
 from tests.support.damage import damage_blocks
 from tests.support.fake_requests import BLOCKS, FakeRequest
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names, scheduler_of
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.tier import TierRequest
@@ -32,7 +33,6 @@ from tiers.contract.stats import CHAIN
 from tiers.engine import digesting
 from tiers.engine.content_marks import ContentMarks, media_marks, refuse_unmarked_media
 from tiers.engine.digesting import Digester
-from tiers.lab.replay import ReplayEngine, answer
 
 RED, BLUE = torch.full((3, 4), 0.5), torch.full((3, 4), -0.5)
 

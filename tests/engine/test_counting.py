@@ -15,6 +15,7 @@ from spec.offloading import StoreContext
 from tests.support.changing import ask_for, change, finish, running
 from tests.support.clock import Clock, wait_for
 from tests.support.explaining import last_told, tier_of
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -35,7 +36,6 @@ from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierUnavailable
 from tiers.explain.accounts import lines
-from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 NO_LOAD = {"kvtiers": {"max_load_tokens": 0}}

@@ -13,6 +13,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.support.clock import Clock, wait_for
+from tests.support.replay import ReplayEngine, ReplayRequest
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -34,8 +35,6 @@ from tiers.block import NAMESPACE_BYTES
 from tiers.connector.scheduler.inventory import inventory
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.block_groups import GROUP_BYTES
-from tiers.lab.replay import ReplayEngine
-from tiers.lab.replay.requests import ReplayRequest
 
 
 def told(engine: ReplayEngine, tier: str) -> set[bytes]:

@@ -10,6 +10,7 @@ import pytest
 
 from spec.chain import LOAD_POLICIES
 from tests.support.explaining import Told, check_sums, explained, last_told, tier_of
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import (
     HYBRID,
     MODEL,
@@ -21,7 +22,6 @@ from tests.support.replay_chains import (
     measured,
     workload,
 )
-from tiers.lab.replay import ReplayEngine, ReplayModel
 
 MakeEngine = Callable[..., ReplayEngine]
 

@@ -12,13 +12,13 @@ import pytest
 from spec.chain import ChainSpec, ExplainSpec
 from tests.support.changing import change, running
 from tests.support.explaining import explained, last_told, tier_of
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.policy.chooser import COUNTED
 from tiers.connector.policy.request_params import RequestLimits
 from tiers.errors import TierUnavailable
 from tiers.explain.accounts import lines
-from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 PROMPT = [*range(50)]

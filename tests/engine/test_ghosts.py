@@ -10,10 +10,10 @@ import pytest
 
 from spec.errors import SpecError
 from tests.support.clock import Clock, wait_for
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import HYBRID, MODEL, Marked, chain_of, cpu, measured
 from tiers.connector.observers import GhostWatcher
 from tiers.contract.engine_info import EngineInfo
-from tiers.lab.replay import ReplayEngine, ReplayModel
 
 SIZE = MODEL.block_tokens
 GHOSTS: list[dict[str, Any]] = [

@@ -9,11 +9,10 @@ import pytest
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tests.support.clock import Clock
+from tests.support.replay import ReplayEngine, ReplayRequest
 from tests.support.replay_chains import MODEL, SLOT
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore
 from tiers.cpu.spec import CpuSpec
-from tiers.lab.replay import ReplayEngine
-from tiers.lab.replay.requests import ReplayRequest
 
 MakeEngine = Callable[..., ReplayEngine]
 SETTINGS: dict[str, dict[str, float]] = {

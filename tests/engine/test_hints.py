@@ -13,6 +13,7 @@ import yaml
 
 from spec.offloading import StoreContext
 from tests.support.clock import Clock
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import (
     HYBRID,
     MODEL,
@@ -32,8 +33,6 @@ from tiers.connector.scheduler import offloading_scheduler, tier_hints
 from tiers.connector.scheduler.lookups import LookupPace
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 MakeEngine = Callable[..., ReplayEngine]
 SIZE = MODEL.block_tokens

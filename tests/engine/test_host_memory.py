@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
 from tests.support.slow_store import LONG, ask
 from tiers.connector.worker import host_slots, loading
@@ -24,7 +25,6 @@ from tiers.gpu.copier import CpuCopier
 from tiers.host import slot_memory
 from tiers.host.slot_memory import SlotMemory, register
 from tiers.host.slots import slot_stride
-from tiers.lab.replay import ReplayEngine
 
 MakeEngine = Callable[..., ReplayEngine]
 MIB = 1 << 20

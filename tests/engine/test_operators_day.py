@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from spec.chain import ChainSpec
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis, workload
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector import assembly
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import upkeep
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
 from tiers.wrappers import guard, reopening
 

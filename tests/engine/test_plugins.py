@@ -13,12 +13,12 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, SLOT, cpu, measured
 from tests.support.slow_store import LONG, ask
 from tiers.block import HEADER_BYTES
 from tiers.cpu.spec import CpuSpec
 from tiers.errors import TierNotOpen
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.store import Block
 from tiers.wrappers import guard as guarding
 

@@ -13,10 +13,10 @@ import pytest
 import zstandard
 
 from tests.support.clock import Clock
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import DENSE, HYBRID, MODEL, Marked, chain_of, cpu, drive
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import MediaMark, MediaMarks
-from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spec.offloading import StoreContext
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -31,7 +32,6 @@ from tiers.connector.worker.offloading_worker import _fence
 from tiers.contract.block_copier import Copy
 from tiers.disk.disk_store import DiskStore
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT, OTHER = list(range(50)), list(range(100, 150))
 FULL = 48

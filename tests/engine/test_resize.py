@@ -13,12 +13,12 @@ from spec.chain import ChainSpec
 from tests.engine.test_stress import LateCopies, assert_nothing_left, flaky_tier, prompts
 from tests.host.test_slot_memory import resident
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import HYBRID, MODEL, SLOT, chain_of, cpu, disk, measured
 from tests.support.resizing import halves, resize
 from tiers.connector.worker import host_slots
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 PROMPTS = [list(range(start, start + 41)) for start in range(100, 900, 50)]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from spec.chain import ChainSpec
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import Status
 from tiers.lab.replay.worker import LocalWorker
 

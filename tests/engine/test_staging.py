@@ -13,10 +13,10 @@ import pytest
 from spec.chain import ChainSpec
 from spec.load import load_chain
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import DENSE, MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.admission import QUIET_SECONDS, WINDOW_SECONDS
-from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.store import Block
 
 MakeEngine = Callable[..., ReplayEngine]

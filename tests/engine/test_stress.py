@@ -12,14 +12,14 @@ import pytest
 
 from spec.chain import ChainSpec, LoadPolicy
 from tests.support.faulty_stores import Faults, FaultyStore, Pace, SlowStore
+from tests.support.replay import ReplayEngine, ReplayModel, answer
+from tests.support.replay.tables import STATE
 from tests.support.replay_chains import HYBRID, MODEL, RECURRENT, SLOT, WINDOWS, measured
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierFull, TierUnavailable
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
-from tiers.lab.replay.blocks import STATE
 from tiers.testing import GivenSpec, MemoryStore
 
 pytestmark = pytest.mark.long

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -26,8 +27,6 @@ from tests.support.servers import RedisServer
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.disk.disk_store import DiskStore
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 from tiers.store import Block
 from tiers.testing import GivenSpec, MemoryStore
 

@@ -13,11 +13,11 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis
 from tests.support.servers import RedisServer
 from tests.support.slow_store import LONG, SlowSpec
 from tiers.engine.this_host import this_host
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.testing import MemoryStore
 
 MakeEngine = Callable[..., ReplayEngine]

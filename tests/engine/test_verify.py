@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -17,7 +18,6 @@ from tests.support.replay_chains import (
     encryption,
     measured,
 )
-from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT = list(range(100, 141))
 

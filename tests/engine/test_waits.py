@@ -9,10 +9,10 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, SLOT, cpu, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.cpu.spec import CpuSpec
-from tiers.lab.replay import ReplayEngine, answer
 
 
 def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> ChainSpec:

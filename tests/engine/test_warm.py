@@ -13,6 +13,7 @@ import pytest
 from tests.support.changing import change, running, served
 from tests.support.clock import Clock
 from tests.support.lacking import refuse_threads
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -28,7 +29,6 @@ from tests.support.topologies import wait_until
 from tiers.connector.scheduler import warming
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
-from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 PROMPTS = [[number, *range(40)] for number in range(10)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -22,7 +23,6 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer
 from tiers.contract.stats import CHAIN
-from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 PROMPT, OTHER = list(range(50)), list(range(100, 150))

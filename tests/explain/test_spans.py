@@ -16,11 +16,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
 from tiers.explain import spans
 from tiers.explain.explanations import Explanations
 from tiers.explain.spans import engine_tracer
-from tiers.lab.replay import ReplayEngine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}

@@ -14,15 +14,17 @@ import torch
 from spec.chain import ChainSpec
 from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
+from tests.support.replay import ReplayEngine, ReplayModel, ReplayRequest
+from tests.support.replay.model import kv_of
+from tests.support.replay.tables import STATE
+from tests.support.replay.worker import LocalRank
 from tests.support.replay_chains import MODEL, RECURRENT, total
 from tiers.connector.worker import checksums, host_slots, loading, offloading_worker
 from tiers.gpu import cuda
 from tiers.gpu.pages import PageCopies
-from tiers.lab.replay import ReplayEngine
-from tiers.lab.replay.blocks import STATE
-from tiers.lab.replay.model import VOCABULARY, ReplayModel, kv_of, states
-from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, Work
-from tiers.lab.replay.worker import LocalWorker
+from tiers.lab.replay.engine import sampled
+from tiers.lab.replay.model import states
+from tiers.lab.replay.requests import Step, StepOutput, Work
 
 
 class Runner(NamedTuple):
@@ -58,7 +60,7 @@ STREAMS = ("packing", "leaving", "arriving", "unpacking")
 WAVE_ROWS = 2
 
 
-class StreamedWorker(LocalWorker):
+class StreamedWorker(LocalRank):
     """Queues a step's forward on the device, and says at once what it must come to. `wrong`: what
     the device read, where that differed. `computed`: forwards of requests that it has run."""
 
@@ -195,7 +197,7 @@ class StreamedEngine(ReplayEngine):
         super().__init__(chain, runner.model, **options)
         (only,) = self.workers
         assert isinstance(only, StreamedWorker) and only.connector is not None
-        self.worker = only
+        self.rank = only
         only.start(model, runner, self.scheduler.requests)
         self.host = only.connector.children[0]._host  # type: ignore[attr-defined]
         self.host.now = self.clock
@@ -207,19 +209,16 @@ class StreamedEngine(ReplayEngine):
         """Begin a step, and end the one before it that is not to be in flight any more."""
         step = self.scheduler.plan()
         self.scheduler.give_orders(step)
-        self._executing.append((step, self.worker.end(step)))
-        while len(self._executing) > (self.worker.runner.ahead if step.work else 0):
+        self._executing.append((step, self.rank.end(step)))
+        while len(self._executing) > (self.rank.runner.ahead if step.work else 0):
             self._end_oldest()
         self.take_stats()
         return bool(step.work)
 
     def _end_oldest(self) -> None:
         step, output = self._executing.popleft()
-        samples = {work.request_id for work in step.work if work.samples}
-        sampled = {name: total % VOCABULARY for name, total in output.sums.items()}
-        whole = self.aggregate([output])
-        self.scheduler.end_step(step, {n: t for n, t in sampled.items() if n in samples})
-        self.scheduler.end_transfers(whole)
+        self.scheduler.end_step(step, sampled(step, output.sums))
+        self.scheduler.end_transfers(output)
 
     def run(self, but: str = "") -> None:
         """Run all requests to their ends; threads, those named `but` aside, get on where the engine
@@ -235,7 +234,7 @@ class StreamedEngine(ReplayEngine):
         while self.scheduler.requests:  # not for stores: engines don't
             if not self.step():
                 self.threads.run()
-        connector = self.worker.connector
+        connector = self.rank.connector
         assert connector is not None
         if self.tells_of_sleep:
             # Engines wait for the device before; what the copier has queued by then is of no
@@ -244,7 +243,7 @@ class StreamedEngine(ReplayEngine):
             connector.unregister_kv_caches()
         else:
             self.device.drain()
-        for layer in self.worker.kv.values():
+        for layer in self.rank.kv.values():
             layer.fill_(-7)
         # What was allocated beside it goes with it, as vLLM's pool of memory has it.
         copier = self.host.copier
@@ -265,6 +264,6 @@ class StreamedEngine(ReplayEngine):
         """Run what is queued. Whatever the device read must have been right, and nothing lost."""
         self.settle()
         self.device.drain()
-        assert not self.worker.wrong, f"wrong KV under {self.worker.wrong}"
+        assert not self.rank.wrong, f"wrong KV under {self.rank.wrong}"
         for counter in ("store_failures", "damaged_blocks"):
             assert total(self, counter) == 0, counter

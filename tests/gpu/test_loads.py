@@ -85,16 +85,16 @@ def test_a_load_does_not_wait_for_a_forward_that_does_not_touch_its_blocks(
     engine.scheduler.pool.forget_all()
     engine.add(range(40), 1)
     engine.add(range(500, 540), 1)
-    computed = engine.worker.computed
+    computed = engine.rank.computed
     engine.step()
     assert engine.threads.named("load-cpu").run_next()
-    connector: Any = engine.worker.connector
+    connector: Any = engine.rank.connector
     ((load, future),) = connector.children[0]._loading._loads
     assert future.done() and load.arrived == len(load.job.items) > 0
-    assert engine.worker.computed == computed, "it has waited for the forward of its step"
+    assert engine.rank.computed == computed, "it has waited for the forward of its step"
     engine.run()
     engine.check()
-    assert engine.worker.computed > computed
+    assert engine.rank.computed > computed
 
 
 @pytest.mark.parametrize("rows", [0, 2], ids=["host memory", "a store"])

@@ -20,13 +20,14 @@ from tests.gpu.cuda_model import Site, comes_from
 from tests.gpu.streamed_engine import RUNNERS, Runner, StreamedWorker
 from tests.gpu.test_copier import DEVICES, needs_cuda
 from tests.gpu.test_streams import ROOT, prompts, waits
+from tests.support.replay import ReplayEngine
+from tests.support.replay.model import kv_of
+from tests.support.replay.tables import STATE
 from tests.support.replay_chains import MODEL, SLOT
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda
 from tiers.gpu.pages import Copies
-from tiers.lab.replay import ReplayEngine
-from tiers.lab.replay.blocks import STATE
-from tiers.lab.replay.model import kv_of, states
+from tiers.lab.replay.model import states
 from tiers.lab.replay.requests import Step, Work
 from tiers.testing import GivenSpec, MemoryStore
 

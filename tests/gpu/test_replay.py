@@ -12,13 +12,13 @@ import torch
 
 from spec.chain import ChainSpec
 from tests.gpu.test_copier import DEVICES
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import MODEL, RECURRENT, SLOT, measured, workload
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import STATE, STATES
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 
 @pytest.mark.parametrize("device", DEVICES)

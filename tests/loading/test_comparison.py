@@ -51,7 +51,8 @@ class World:
         self.links = list(links)
         self.prefill = prefill
         self.meters = {child: LoadCost(self.clock, at_once) for child in range(len(links))}
-        self.comparison = Comparison(BLOCK, self.meters, self.clock, always)
+        self.comparison = Comparison(BLOCK, self.clock)
+        self.comparison.follow(self.meters, always, shares=False)
         self._jobs = iter(range(1_000_000))
 
     def choose(
@@ -301,7 +302,7 @@ def test_however_often_a_tier_is_probed_a_probe_has_a_length() -> None:
     made = world((0.0, 1.0))
     for _ in range(2000):
         made.comparison.decided((), 0, 1.0)
-    made.meters[0]._pace.line = LinearFit(1.0, 0.0)
+    made.meters[0]._fitted.line = LinearFit(1.0, 0.0)
     made.comparison.decided((), None, 1e9)
     assert made.choose().probed == 0
 

@@ -8,14 +8,14 @@ import random
 import pytest
 
 from tiers.loading import shares
-from tiers.loading.shares import HeldRun, LinkCost, fill, share
+from tiers.loading.shares import HeldRun, LoadPace, fill, share
 
 
 def in_order(tier: int) -> int:
     return 0
 
 
-def best_end(stretches: list[HeldRun], paces: dict[int, LinkCost]) -> float:
+def best_end(stretches: list[HeldRun], paces: dict[int, LoadPace]) -> float:
     """When the last block comes at best, over all ways to give them out."""
     holders = [holders for holders, count in stretches for _ in range(count)]
     ends = []
@@ -25,9 +25,9 @@ def best_end(stretches: list[HeldRun], paces: dict[int, LinkCost]) -> float:
     return min(ends)
 
 
-def random_paces(rng: random.Random, tiers: int) -> dict[int, LinkCost]:
+def random_paces(rng: random.Random, tiers: int) -> dict[int, LoadPace]:
     return {
-        tier: LinkCost(
+        tier: LoadPace(
             rng.choice([0.0, rng.random() * 5]), rng.choice([1e-9, 0.5, 1.0, rng.random()])
         )
         for tier in range(tiers)
@@ -61,7 +61,7 @@ def test_all_blocks_are_given_out_however_many_they_are(
     asked: list[int] = []
     soonest = shares._next
 
-    def counted(pace: LinkCost, blocks: int) -> float:
+    def counted(pace: LoadPace, blocks: int) -> float:
         asked.append(blocks)
         return soonest(pace, blocks)
 
@@ -75,6 +75,6 @@ def test_all_blocks_are_given_out_however_many_they_are(
 
 
 def test_neighbours_of_one_tier_are_one_row_in_load_priority_order() -> None:
-    paces = dict.fromkeys(range(3), LinkCost(0.0, 1.0))
+    paces = dict.fromkeys(range(3), LoadPace(0.0, 1.0))
     assert share([((0, 1, 2), 9)], paces, in_order)[0] == [(0, 3), (1, 3), (2, 3)]
     assert share([((0, 1, 2), 9)], paces, lambda t: t == 0)[0] == [(1, 3), (2, 3), (0, 3)]

@@ -28,10 +28,9 @@ from tests.soak.chains import ENGINE, MODELS, TIERS, Chains
 from tests.soak.faults import Mood, SoakFault, all_faults
 from tests.soak.prompts import conversations, from_trace
 from tests.support.changing import changes_of, tiers_of
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import MODEL
 from tests.support.servers import RedisServer, binaries
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 AT_ONCE = 12
 """Requests in flight."""

@@ -11,11 +11,11 @@ import yaml
 
 import spec
 from spec.load import load_chain
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, SLOT, close, drive, measured
 from tests.support.topologies import cluster
 from tiers.cli.chain import validate
 from tiers.connector.policy import request_state
-from tiers.lab.replay import ReplayEngine
 
 EXAMPLES = sorted((Path(spec.__file__).parent / "examples").glob("*.yaml"))
 KEYS = "/run/secrets/kvtiers-keys"

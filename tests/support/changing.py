@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from spec.chain import ChainSpec
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import MODEL, measured
 from tiers.connector.multi.changes import Changes, PendingChange
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import STATES
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 LIMIT = 60.0
 """Seconds, only to keep a test from hanging."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.replay import ReplayEngine
 from tiers.explain.explanations import Explanations
-from tiers.lab.replay import ReplayEngine
 
 Told = dict[str, Any]
 

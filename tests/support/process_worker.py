@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tiers.lab.replay.model import ReplayModel
+from tests.support.replay import ReplayModel
+from tests.support.replay.worker import LocalRank, OpenConnector
 from tiers.lab.replay.requests import Step, StepOutput
-from tiers.lab.replay.worker import LocalWorker, OpenConnector
 
 
 def fresh() -> ForkServerContext:
@@ -24,7 +24,7 @@ def fresh() -> ForkServerContext:
 
 
 class ProcessWorker:
-    """A `Worker` in a process of its own; steps and outputs cross as in a real engine."""
+    """A `Rank` in a process of its own; steps and outputs cross as in a real engine."""
 
     def __init__(
         self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
@@ -68,7 +68,7 @@ def _serve(
     pipe: Connection, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
 ) -> None:
     torch.set_num_threads(1)
-    worker = LocalWorker(model, num_blocks, rank, open_connector)
+    worker = LocalRank(model, num_blocks, rank, open_connector)
     try:
         pipe.send((False, worker.handshake()))
         while (step := pipe.recv()) is not None:

@@ -11,14 +11,13 @@ from typing import Any
 from spec.chain import ChainSpec
 from spec.load import load_chain
 from spec.offloading import StoreContext
+from tests.support.replay import ReplayEngine, ReplayModel, ReplayRequest, answer
+from tests.support.replay.tables import STATE
 from tests.support.servers import RedisServer
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.marks import RequestMark, RequestMarks
 from tiers.disk.disk_store import DiskStore
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
-from tiers.lab.replay.blocks import STATE
-from tiers.lab.replay.requests import ReplayRequest
 
 MODEL = ReplayModel()
 DENSE = ReplayModel(windows=(None, 14, 7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spec.offloading import OffloadingSpec
-from tiers.lab.replay import ReplayEngine
+from tests.support.replay import ReplayEngine
 
 
 def halves(engine: ReplayEngine, tier: str) -> tuple[Any, list[Any]]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.faulty_stores import FaultyStore, SlowStore
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import MODEL
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 from tiers.store import TierStore
 from tiers.testing import MemoryStore
 

@@ -42,6 +42,7 @@ from tests.support.puts_apart import (
     put,
     spec,
 )
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -61,7 +62,6 @@ from tiers.contract.stats import STATE, STATES
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierError, TierFull, TierNotOpen, TierUnavailable
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.remote.object_spec import ObjectSpec
 from tiers.store import (
     Block,

@@ -10,9 +10,15 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
+from tiers.connector.assembly import scheduler_parts, worker_parts
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.contract.engine_info import EngineInfo
+from tiers.gpu.copier import open_copier
 from tiers.host.slots import slot_stride
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.scaling import WITHOUT_TRAFFIC, Tier, moved
+from tiers.lab.replay.worker import LocalWorker
 from tiers.lab.server import Server
 from tiers.remote.spec import RedisSpec
 
@@ -71,7 +77,12 @@ def in_own_place(tier: Tier, place: Path, stack: ExitStack) -> Tier:
 
 def _run(chain: ChainSpec, rounds: int) -> Seen:
     wrong = 0
-    with closing(ReplayEngine(chain, MODEL, prefix_caching=False)) as engine:
+    size = MODEL.block_tokens
+    info = EngineInfo({"model": "replay"}, size, size, 64, caches_prefixes=False, step_tokens=256)
+    connector = MultiScheduler(*scheduler_parts(chain, info))
+    half = MultiWorker(*worker_parts(chain, info, open_copier))
+    worker = LocalWorker(MODEL, info.num_blocks, half)
+    with closing(ReplayEngine(MODEL, info, connector, worker)) as engine:
         for _ in range(rounds):
             for prompt in PROMPTS:
                 wrong += engine.generate(prompt, 4).output != answer(MODEL, prompt, 4)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tiers.loading.load_cost import LEAST_TOKENS, LoadCost, Outliers
-from tiers.loading.shares import LinkCost
+from tiers.loading.shares import LoadPace
 
 MARGIN = 0.05
 """Part by which loading must be faster than computing: rates are estimates."""
@@ -52,7 +52,7 @@ class Plan(Protocol):
 
 Propose = Callable[[Collection[int], int | None], P | None]
 """A policy's plan without some of the tiers, of a number of blocks at most; None: it has none."""
-Share = Callable[[Mapping[int, LinkCost], Callable[[int], int]], P]
+Share = Callable[[Mapping[int, LoadPace], Callable[[int], int]], P]
 """The plan in which tiers of these paces share a prefix; see `tiers.loading.shares.share`."""
 
 
@@ -84,7 +84,7 @@ class Verdict(NamedTuple, Generic[P]):
 
 
 class Comparison:
-    """Judges the plans of a chain's load policy; `meters` has the measured tiers by their places.
+    """Judges the plans of a chain's load policy, and those of no tier until it is to `follow` some.
 
     A plan whose last tier can't deliver in time, or later than the same tokens are computed, is
     planned again without that tier, until nothing is left; the plan that saves most is followed.
@@ -100,22 +100,18 @@ class Comparison:
     to compute, since a step may have taken long by accident: a request computes its last blocks.
     """
 
-    def __init__(
-        self,
-        block_tokens: int,
-        meters: Mapping[int, LoadCost],
-        now: Callable[[], float],
-        always: bool = False,
-    ) -> None:
-        """`always`: whether all is loaded that comes in time."""
+    def __init__(self, block_tokens: int, now: Callable[[], float]) -> None:
         self.prefill = PrefillRate(now)
-        self.meters = meters
         self._probes = Exploration(least=-(-LEAST_TOKENS // block_tokens))
         self._size = block_tokens
-        self.always = always
-        self.shares = False
-        """Whether the policy has tiers load beside each other what one would take long for."""
         self._blind = 0
+        self.follow({}, always=False, shares=False)
+
+    def follow(self, meters: Mapping[int, LoadCost], always: bool, shares: bool) -> None:
+        """Judge plans of these measured tiers, by their places. `always`: all is loaded that comes
+        in time. `shares`: the policy has tiers load beside each other what one would take long
+        for."""
+        self.meters, self.always, self.shares = meters, always, shares
 
     @property
     def token_seconds(self) -> float | None:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from spec.offloading import LOADS_AT_ONCE
-from tiers.loading.shares import LinkCost
+from tiers.loading.shares import LoadPace
 
 LEAST_TOKENS = 64
 """Of the shortest load by which a tier is probed."""
@@ -47,7 +47,7 @@ class LoadCost:
     def __init__(self, now: Callable[[], float], at_once: int = LOADS_AT_ONCE) -> None:
         self._now = now
         self._at_once = at_once
-        self._pace = LatencyModel()
+        self._fitted = LoadLine()
         self._loads: dict[int, _Load] = {}
         self._queued = 0
         self._stepped = -math.inf
@@ -87,24 +87,24 @@ class LoadCost:
             self.failures = 0
         elif not late:
             self.failures += 1
-        line = self._pace.line
+        line = self._fitted.line
         slow = late and seconds > (line.seconds(load.tokens) if line is not None else 0.0)
         tokens = load.tokens if whole or (slow and not arrived) else arrived
         if tokens and seconds > 0:
             # What moved beside it, from its beginning or to its end, took a part of the tier.
             others = (load.beside + self._beside) / 2
-            self._pace.add(tokens, seconds / (1 + others))
+            self._fitted.add(tokens, seconds / (1 + others))
         if whole and not load.beside and not self._loads:
             self._engines.append(max(0.0, self._now() - load.ordered - seconds))
 
     @property
     def line(self) -> LinearFit | None:
         """Seconds by tokens of a load that nothing else delays; None: not measured yet."""
-        return self._pace.line
+        return self._fitted.line
 
     def gauges(self) -> dict[str, float]:
         """What is known of the tier's speed, as `GAUGES` name it."""
-        line = self._pace.line
+        line = self._fitted.line
         if line is None:
             return {}
         rate = {"load_tokens_per_second": 1 / line.each} if line.each else {}
@@ -128,25 +128,25 @@ class LoadCost:
         just become slow, keeps only those waiting who came before that could be seen. A tier that
         was never measured is taken to need no time, so that somebody loads from it.
         """
-        line = self._pace.line
+        line = self._fitted.line
         if line is None:
             return self._oldest()
         alone = line.seconds(tokens) * self._doubt
         return max(self._ahead(line) + alone, self._overdue(line))
 
-    def pace(self, tokens: int) -> LinkCost | None:
+    def pace(self, tokens: int) -> LoadPace | None:
         """How soon the tier delivers blocks of `tokens`; None: not measured yet.
 
         Where the oldest load has taken longer than all in flight should, one after the
         other, the tier hangs or has become slow: then it is ready no sooner than that load took so
         far.
         """
-        line = self._pace.line
+        line = self._fitted.line
         if line is None:
             return None
         ready = self._overdue(line) or self._ahead(line)
         each = max(line.each * tokens, LEAST_SECONDS)
-        return LinkCost(ready + line.fixed * self._doubt, each * self._doubt)
+        return LoadPace(ready + line.fixed * self._doubt, each * self._doubt)
 
     @property
     def _beside(self) -> int:
@@ -208,7 +208,7 @@ class LinearFit(NamedTuple):
         return self.fixed + amount * self.each
 
 
-class LatencyModel:
+class LoadLine:
     """A line through samples (amount, seconds); recent ones weigh most.
 
     The fit minimises the relative error (seconds per amount), since decisions compare ratios.

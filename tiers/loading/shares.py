@@ -18,7 +18,7 @@ Piece = tuple[int, int]
 """Neighbouring blocks that one tier loads: the tier, and how many they are."""
 
 
-class LinkCost(NamedTuple):
+class LoadPace(NamedTuple):
     """How soon a tier delivers: seconds until its first block could come, and for each block,
     which are more than 0."""
 
@@ -27,7 +27,7 @@ class LinkCost(NamedTuple):
 
 
 def share(
-    stretches: Sequence[HeldRun], paces: Mapping[int, LinkCost], last: Callable[[int], int]
+    stretches: Sequence[HeldRun], paces: Mapping[int, LoadPace], last: Callable[[int], int]
 ) -> tuple[list[Piece], float]:
     """Share a prefix out so that its last block comes soonest: its pieces, and the seconds until
     then.
@@ -46,7 +46,7 @@ def share(
         left[holders] = fill({tier: paces[tier] for tier in holders}, totals[holders])
         for tier, count in left[holders].items():
             end = paces[tier].ready + count * paces[tier].each
-            paces[tier] = LinkCost(end, paces[tier].each)
+            paces[tier] = LoadPace(end, paces[tier].each)
             seconds = max(seconds, end) if count else seconds
     pieces: list[Piece] = []
     for holders, count in stretches:
@@ -60,7 +60,7 @@ def share(
     return pieces, seconds
 
 
-def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
+def fill(paces: Mapping[int, LoadPace], count: int) -> dict[int, int]:
     """How many of `count` blocks each tier loads, so that all are there soonest.
 
     Those that begin first are filled up to a level, as with water; what rounding leaves is
@@ -68,7 +68,7 @@ def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
     """
     if len(paces) == 1:
         return dict.fromkeys(paces, count)
-    busy: list[LinkCost] = []
+    busy: list[LoadPace] = []
     level = 0.0
     for pace in sorted(paces.values()):
         if busy and level <= pace.ready:
@@ -86,6 +86,6 @@ def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
     return shares
 
 
-def _next(pace: LinkCost, blocks: int) -> float:
+def _next(pace: LoadPace, blocks: int) -> float:
     """When a tier that loads `blocks` would deliver one more."""
     return pace.ready + (blocks + 1) * pace.each

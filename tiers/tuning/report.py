@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from spec.text import aligned, format_size, seconds
+from spec.text import aligned, decimal_size, seconds
 
 TRUSTED_LOAD = 0.65
 """GPU load or link use beyond which waiting times are not to be trusted: a rate that is 5% wrong
@@ -277,7 +277,7 @@ def _row(tier: TierUse, prompt_tokens: int) -> tuple[str, ...]:
         tier.name,
         f"{tier.load_busy:.0%} busy",
         f"{tier.store_busy:.0%} busy",
-        f"{format_size(int(tier.written_bytes_per_day))}/day",
+        f"{decimal_size(tier.written_bytes_per_day)}/day",
         life,
         f"{tier.dropped_share:.1%}",
         f"{tier.hit_tokens:,}",

@@ -31,6 +31,7 @@ from tests.support.changing import (
 )
 from tests.support.lacking import refuse_threads
 from tests.support.process_worker import ProcessWorker
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -54,7 +55,6 @@ from tiers.contract.stats import GAUGES, STATES
 from tiers.control.status_board import StatusBoard
 from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierUnusable
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.traces.recorder import Recorder, Recording
 
 PROMPT = [token % 997 for token in range(40 * MODEL.block_tokens + 1)]

@@ -91,11 +91,12 @@ class Chain:
         self.children: list[Any] = [one(self.clock) for one in make]
         engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=0)
         requests = RequestTable(engine, now=self.clock, max_wait=max_wait)
-        comparison = self.comparison = Comparison(BLOCK, {}, self.clock, always)
+        comparison = self.comparison = Comparison(BLOCK, self.clock)
         comparison.prefill.measured(TOKENS, TOKENS / 1000)
         names = [str(n) for n in range(len(make))]
         waits = LookupLatency(self.clock)
         self.chooser = Chooser(self.children, names, load, requests, comparison, waits, following)
+        self.chooser.follow(self.children, names, range(len(make)), load, always)
         self.state = requests.of(FakeRequest("asked", TOKENS + 1))
 
     def choose(self) -> Choice:
@@ -147,7 +148,7 @@ def test_nothing_is_to_load_of_less_than_a_block(load: LoadPolicy) -> None:
     """Nor once no tier may load any more. An engine takes no load of nothing beside its steps."""
     chain = Chain(ours(TOKENS), ours(TOKENS), load=load)
     assert chain.chooser.choose(chain.state, TOKENS)[:3] == NO_LOAD[:3]
-    chain.chooser.follow(chain.children, ["0", "1"], [], load)
+    chain.chooser.follow(chain.children, ["0", "1"], [], load, False)
     assert chain.chooser.choose(chain.state, TOKENS)[:3] == NO_LOAD[:3]
 
 
@@ -440,15 +441,15 @@ def test_a_change_of_the_chain_leaves_the_tiers_of_its_places_in_its_order() -> 
     chain = Chain(ours(512), ours(TOKENS), ours(TOKENS), load="first")
     assert chain.loaders() == {0: 512}
     for order, serves in (([2, 1], {2: TOKENS}), ([1], {1: TOKENS}), ([], {})):
-        chain.chooser.follow(chain.children, ["0", "1", "2"], order, "first")
+        chain.chooser.follow(chain.children, ["0", "1", "2"], order, "first", False)
         assert chain.loaders() == serves and chain.comparison.meters.keys() == set(order)
     other: Any = ours(64)(chain.clock)
-    chain.chooser.follow([other], ["new"], [0], "first")
+    chain.chooser.follow([other], ["new"], [0], "first", False)
     may_load: Any = SimpleNamespace(may_load=lambda name: name == "new", max_load_tokens=None)
     chain.state.limits = may_load
     assert chain.loaders() == {0: 64}
     for load in LOAD_POLICIES:
-        chain.chooser.follow([other], ["new"], [0], load)
+        chain.chooser.follow([other], ["new"], [0], load, False)
         assert chain.comparison.shares == (load == "stitched")
 
 

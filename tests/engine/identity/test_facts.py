@@ -27,6 +27,7 @@ from tests.engine.vllm.tiny_vllm import QWEN_3, QWEN_NEXT
 from tests.engine.vllm.vllm_chains import transfer
 from tests.support.compatibility import Cells, engine_version
 from tests.support.lacking import refuse_threads
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
 from tiers.connector import assembly as chains
 from tiers.connector.policy.request_state import RequestTable
@@ -46,7 +47,6 @@ from tiers.engine.identity.facts import (
     unseen_facts,
 )
 from tiers.errors import TierUnusable
-from tiers.lab.replay import ReplayEngine, answer
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))

@@ -26,10 +26,10 @@ from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.engine.vllm.vllm_server import VllmServer
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
 from tests.support.servers import RedisServer
 from tiers.contract.protocols import BlockEvent, Origin
-from tiers.lab.replay import ReplayEngine
 
 pytestmark = pytest.mark.vllm
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import MODEL, total
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 PREFIX = [7 * token % 997 for token in range(16 * MODEL.block_tokens)]
 

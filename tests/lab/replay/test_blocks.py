@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tiers.lab.replay.blocks import STATE, BlockPool, BlockTables, chain_hash
+from tests.support.replay.tables import STATE, CachePool, WindowTables
+from tiers.lab.replay.blocks import chain_hash
 
 SIZE = 4
 
@@ -15,8 +16,8 @@ SIZE = 4
 def test_a_prefix_is_as_long_as_every_group_has_it(windows: tuple[int | None, ...]) -> None:
     rng = random.Random(1)
     for _ in range(200):
-        pool = BlockPool(64, prefix_caching=True, first=1)
-        tables = BlockTables(pool, SIZE, windows)
+        pool = CachePool(64, prefix_caching=True, has_null=True)
+        tables = WindowTables(pool, SIZE, windows)
         hashes = [chain_hash(b"", [number], "") for number in range(10)]
         held = [[rng.random() < 0.9 for _ in hashes] for _ in windows]
         for group, row in enumerate(held):

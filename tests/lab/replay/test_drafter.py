@@ -9,8 +9,8 @@ import pytest
 
 from spec.chain import LOAD_POLICIES
 from tests.lab.replay.shared_prefix import PREFIX, add, ended, fill, hits
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import DENSE, SLOT, chain_of, cpu, disk, drop_from_disk, names
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import Status
 
 MakeEngine = Callable[..., ReplayEngine]

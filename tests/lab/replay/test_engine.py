@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spec.chain import LOAD_POLICIES
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -24,9 +25,14 @@ from tests.support.replay_chains import (
     total,
 )
 from tests.support.servers import RedisServer
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.policy.request_state import RequestTable
+from tiers.contract.engine_info import EngineInfo
 from tiers.errors import KVTiersError
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab import replay as plain
+from tiers.lab.replay.worker import LocalWorker
 from tiers.store import Block
 from tiers.testing import GivenSpec, MemoryStore
 
@@ -40,6 +46,21 @@ def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]
     for layer in worker.kv.values():
         layer.view(-1)[10] += 1
     assert plain.generate(prompt, 4).output != answer(MODEL, prompt, 4)
+
+
+def test_so_does_that_of_try() -> None:
+    """It computes in steps of two blocks here."""
+    prompt, model = list(range(20)), plain.ReplayModel()
+    info = EngineInfo({}, model.block_tokens, model.block_tokens, 16, step_tokens=8)
+    connector = MultiScheduler((), MultiSettings(RequestTable(info)), (), "")
+    worker = LocalWorker(model, info.num_blocks, MultiWorker(()))
+    engine = plain.ReplayEngine(model, info, connector, worker)
+    assert engine.generate(prompt, 4).output == plain.answer(model, prompt, 4)
+    assert plain.answer(model, prompt, 4) == answer(MODEL, prompt, 4)
+    for layer in worker.kv.values():
+        layer.view(-1)[10] += 1
+    assert engine.generate(prompt, 4).output != plain.answer(model, prompt, 4)
+    engine.close()
 
 
 CHAINS = [("cpu", "first"), ("disk", "first"), ("redis", "first")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -24,8 +25,6 @@ from tiers.connector.worker import loading
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 BLOCKS = 8
 """Blocks that each tier has room for, and that the prefix has."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty_stores import Pace, SlowStore
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import (
     DENSE,
     HYBRID,
@@ -23,7 +24,6 @@ from tests.support.replay_chains import (
     names,
 )
 from tiers.connector.scheduler.jobs import Jobs, Pending, PendingLoad
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.testing import GivenSpec, MemoryStore
 
 PROMPT = list(range(50))

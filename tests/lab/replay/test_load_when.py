@@ -11,10 +11,10 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.support.faulty_stores import Faults, FaultyStore, Pace, SlowStore
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, SLOT, crowded, drive, measured, total
 from tests.support.servers import RedisServer
 from tiers.errors import TierUnavailable
-from tiers.lab.replay import ReplayEngine, answer
 from tiers.loading import comparison
 from tiers.testing import GivenSpec, MemoryStore
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import SLOT, chain_of, cpu, damage_disk, disk, measured, redis
 from tests.support.servers import RedisServer
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 MLA = ReplayModel(replicated=True)
 PROMPT = [*range(50)]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import chain_of, disk, measured, redis
 from tests.support.servers import RedisServer
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 MODEL = ReplayModel()
 PROMPT = [*range(50)]

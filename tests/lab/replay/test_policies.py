@@ -15,6 +15,7 @@ from pydantic import PrivateAttr
 
 from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -33,8 +34,7 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer
 from tiers.disk.spec import DiskSpec
 from tiers.gpu.copier import CpuCopier
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest, Status
+from tiers.lab.replay.requests import Status
 from tiers.remote.redis.redis_store import RedisStore
 from tiers.store import Block
 

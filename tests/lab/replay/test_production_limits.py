@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, close, disk, drive, measured, redis
 from tests.support.servers import RedisServer
 from tiers.connector.policy import request_state
-from tiers.lab.replay import ReplayEngine
 from tiers.remote.spec import RedisSpec
 
 ROUNDS = 20

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.process_worker import fresh
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured, redis
 from tests.support.servers import RedisServer
-from tiers.lab.replay import ReplayEngine
 
 PATIENCE = 120.0
 """Seconds after which a replica hangs."""

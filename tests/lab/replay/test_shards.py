@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.damage import damage_blocks
+from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -18,7 +19,6 @@ from tests.support.replay_chains import (
     redis,
 )
 from tests.support.servers import RedisServer
-from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT = list(range(50))
 """Twelve full blocks, and two tokens more."""

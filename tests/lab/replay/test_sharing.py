@@ -10,6 +10,7 @@ import pytest
 
 from spec.chain import LOAD_POLICIES, ChainSpec
 from tests.lab.replay.shared_prefix import PREFIX, add, ended, fill, hits
+from tests.support.replay import ReplayEngine, ReplayModel, ReplayRequest
 from tests.support.replay_chains import (
     HYBRID,
     SLOT,
@@ -22,8 +23,7 @@ from tests.support.replay_chains import (
     names,
 )
 from tests.support.slow_store import SlowSpec, TroubledStore
-from tiers.lab.replay import ReplayEngine, ReplayModel
-from tiers.lab.replay.requests import ReplayRequest, Status
+from tiers.lab.replay.requests import Status
 
 MakeEngine = Callable[..., ReplayEngine]
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from spec.chain import ChainSpec
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
 from tests.support.replay_chains import MODEL, SLOT, cpu, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.cpu.spec import CpuSpec
-from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.requests import ReplayRequest
 
 MakeEngine = Callable[..., ReplayEngine]
 

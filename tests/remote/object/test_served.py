@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.replay import ReplayEngine, ReplayModel, answer
 from tests.support.replay_chains import (
     HYBRID,
     MODEL,
@@ -17,7 +18,6 @@ from tests.support.replay_chains import (
     encryption,
     measured,
 )
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 pytest.importorskip("obstore")
 

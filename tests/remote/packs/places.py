@@ -14,8 +14,8 @@ import pytest
 from spec.offloading import StoreSpec
 from spec.registry import tier_class
 from tests.support.process_worker import fresh
+from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import MODEL, chain_of, cpu
-from tiers.lab.replay import ReplayEngine
 from tiers.remote.packs.evictor import Evictor, KeptBucket, Pace, Pause
 from tiers.remote.packs.lease import WATCH_BEATS, Lease
 from tiers.remote.packs.pack import name_of

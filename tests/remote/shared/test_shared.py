@@ -13,6 +13,7 @@ import pytest
 
 from spec.offloading import StoreContext
 from tests.support.clock import wait_for
+from tests.support.replay import ReplayEngine, ReplayModel, ReplayRequest, answer
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -28,8 +29,6 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.block_groups import GROUP_BYTES, BlockGroups
 from tiers.contract.generation import Generation
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
-from tiers.lab.replay.requests import ReplayRequest
 from tiers.remote.packs.bucket import is_mark
 from tiers.remote.packs.pack_store import PackStore
 from tiers.remote.shared.directory_bucket import DirectoryBucket

@@ -14,7 +14,7 @@ import pytest
 
 from tiers.connector.policy import choice
 from tiers.contract.block_groups import COMPLETE
-from tiers.loading.shares import LinkCost, share
+from tiers.loading.shares import LoadPace, share
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.simulation import SimChain, SimTier, Workload
@@ -88,7 +88,7 @@ def test_policies_choose_as_those_of_the_chain(seed: int) -> None:
     children = {place: coverage(tier) for place, tier in placed}
     blocks = range(first, first + most)
     assert counts(simulated.stitched(runs)) == totals(choice.stitched(children, blocks).shares)
-    costs = {place: LinkCost(rng.random(), rng.random() + 0.1) for place, _ in placed}
+    costs = {place: LoadPace(rng.random(), rng.random() + 0.1) for place, _ in placed}
     pieces, _ = share(runs, costs, lambda place: place)
     stitch = choice.shared(children, blocks, 0, costs, lambda place: place)
     assert counts(pieces) == totals(stitch.shares)

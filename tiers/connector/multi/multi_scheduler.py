@@ -101,7 +101,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._now = now = settings.now
         self._reports_cached = False
         self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
-        self._comparison = Comparison(self._block_tokens, {}, now)
+        self._comparison = Comparison(self._block_tokens, now)
         self._prefill = self._comparison.prefill
         self._chooser = Chooser(
             self.children,
@@ -389,10 +389,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def take_up(self, chain: ChainSpec, places: Sequence[int]) -> None:
         """Load as the chain says, from the children of these places alone, in this order."""
-        self._comparison.always = chain.load_when == "always"
         self._reports_cached = chain.report_cached_tokens
         order = [i for i, tier in zip(places, chain.tiers, strict=True) if tier.may_load]
-        self._chooser.follow(self.children, self.names, order, chain.load_policy)
+        always = chain.load_when == "always"
+        self._chooser.follow(self.children, self.names, order, chain.load_policy, always)
 
     def _choice_of(self, request: Request) -> Choice:
         request_state = self._requests.get(request)

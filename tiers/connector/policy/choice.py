@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, leading, usable, waves
-from tiers.loading.shares import HeldRun, LinkCost, Piece, share
+from tiers.loading.shares import HeldRun, LoadPace, Piece, share
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -112,7 +112,7 @@ def shared(
     children: Mapping[int, Coverage],
     blocks: range,
     window: int,
-    paces: Mapping[int, LinkCost],
+    paces: Mapping[int, LoadPace],
     last: Callable[[int], int],
 ) -> Stitch:
     """As `stitched`, but all children that hold a part of the prefix load it at once, shared so

@@ -24,7 +24,7 @@ from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.comparison import BESIDE, LATE, SLOWER, Comparison, Wish
-from tiers.loading.shares import LinkCost
+from tiers.loading.shares import LoadPace
 
 COUNTED = {
     SLOWER: "recompute_preferred",
@@ -103,7 +103,7 @@ class Chooser:
         self._following = following
         self._comparison = comparison
         self._waits = waits
-        self.follow(children, names, range(len(children)), load)
+        self.follow(children, names, range(len(children)), load, always=False)
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
@@ -124,15 +124,16 @@ class Chooser:
         names: Sequence[str],
         order: Sequence[int],
         load: LoadPolicy,
+        always: bool,
     ) -> None:
-        """Choose among the children of these places alone, in this order, as this policy does. What
-        was planned so far stays as it is."""
+        """Choose among the children of these places alone, in this order, as this policy does, and
+        compare with computing unless `always`. What was planned so far stays as it is."""
         self._children = tuple(zip(names, children, strict=True))
         self._order = tuple(order)
         """The places of the children that may load, in load priority."""
         self._loaders = {i: c for i in order if isinstance(c := children[i], BlockLoader)}
-        self._comparison.meters = {i: loader.load_cost for i, loader in self._loaders.items()}
-        self._comparison.shares = load == "stitched"
+        costs = {i: loader.load_cost for i, loader in self._loaders.items()}
+        self._comparison.follow(costs, always, load == "stitched")
         stitches = self._stitch if self._loaders else self._piecewise
         self._apply_policy = stitches if load == "stitched" else self._one_child
         self._takes_first = load == "first"
@@ -317,7 +318,7 @@ class Chooser:
         plan = self._stitched(found, tokens)
         blocks = range(blocks.start, found.stop)  # shared out it ends no later
 
-        def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> _Plan:
+        def share(paces: Mapping[int, LoadPace], last: Callable[[int], int]) -> _Plan:
             held = self._coverage_of(paces, question)
             found = shared(held, blocks, self._window, paces, last)
             return self._stitched(found, min(tokens, self._tokens(found, blocks)))

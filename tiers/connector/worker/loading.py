@@ -25,7 +25,7 @@ from tiers.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory
 from tiers.host.slots import slot_stride
-from tiers.loading.load_cost import LatencyModel
+from tiers.loading.load_cost import LoadLine
 from tiers.store import Block, GatheredBlock, Prefix, Waiting, is_use
 from tiers.wrappers.guard import Guarded
 
@@ -205,7 +205,7 @@ class Loading:
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[Load, Future[None]]] = []
         self._fills: list[tuple[LoadJob, Future[list[bool]]]] = []
-        self._pace, self._drop_below = LatencyModel(), DROP_BELOW
+        self._fitted, self._drop_below = LoadLine(), DROP_BELOW
         self._bounces: list[SlotMemory] = []
         self._is_closed = False
         self._threads = IoExecutor(at_once, f"load-{tier}")
@@ -271,7 +271,7 @@ class Loading:
                 continue
             load.began = began
             load.lap("queue")
-            line = self._pace.line
+            line = self._fitted.line
             least = 0.0 if line is None else self._drop_below * line.seconds(len(load.job.items))
             if began + least > load.until and self._others_wait():
                 # Those are served in time instead.
@@ -480,7 +480,7 @@ class Loading:
         if load.dropped:
             self._drop_below *= DROP_BELOW_FACTOR  # it may be faster by now
         elif load.arrived:
-            self._pace.add(load.arrived, seconds)
+            self._fitted.add(load.arrived, seconds)
             self._drop_below = DROP_BELOW
         late = bool(failed) and not in_time
         times, outdated = LoadTimes(**load.spent), load.outdated

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiers.lab.replay.blocks import STATE, Tables, chain_hash
+from tiers.lab.replay.blocks import Tables, chain_hash
 from tiers.traces.trace import TraceRequest
 
 
@@ -26,8 +26,7 @@ class ReplayRequest:
     """A request; also the `Request` that connectors see.
 
     `local_tokens`: those found in the engine's own cache; `loaded_tokens`: those to be loaded.
-    `is_computing`: a step in flight computes some of its tokens. `unknown`: tokens of the answer
-    that such steps sample, where the next step does not wait for them.
+    `is_computing`: a step in flight computes some of its tokens.
     """
 
     request_id: str
@@ -36,7 +35,6 @@ class ReplayRequest:
     block_tokens: int
     cache_salt: str = ""
     kv_transfer_params: dict[str, Any] | None = None
-    kv_hints: Any = None
     tokens: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     tables: Tables = field(default_factory=list)
@@ -45,10 +43,7 @@ class ReplayRequest:
     local_tokens: int = 0
     loaded_tokens: int = 0
     is_computing: bool = False
-    unknown: int = 0
     has_run: bool = False
-    num_preemptions: int = 0
-    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -158,8 +153,7 @@ class CachedRequests:
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of one request that a step computes; `tokens`: see `contents` of the request. Where
-    the step before samples the last one, that is put in when it is known."""
+    """Tokens of one request that a step computes; `tokens`: see `contents` of the request."""
 
     request_id: str
     tokens: list[int]
@@ -169,16 +163,8 @@ class Work:
 
 
 @dataclass
-class BlockState:
-    """The states that a step leaves at the ends of blocks."""
-
-    boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-
-
-@dataclass
 class Step:
-    """A step: the `SchedulerOutput` of connectors, and the workers' work. `moves_states`: the step
-    leaves nothing in the blocks from which it takes states."""
+    """A step: the `SchedulerOutput` of connectors, and the workers' work."""
 
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
@@ -186,8 +172,6 @@ class Step:
     finished_req_ids: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)
     kv_connector_metadata: Any = None
-    kv_connector_block_state: BlockState = field(default_factory=BlockState)
-    moves_states: bool = False
 
 
 @dataclass
@@ -199,54 +183,3 @@ class StepOutput:
     failed_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_worker_meta: Any = None
-
-
-def describe_run(
-    request: ReplayRequest, step: Step, added: Tables, start: int, resumed: bool = False
-) -> None:
-    """Describe to connectors that a step runs a request from its token `start` on, in the blocks
-    `added` besides. `resumed`: it was preempted before."""
-    if not request.has_run:
-        request.has_run = True
-        step.scheduled_new_reqs.append(
-            NewRequest(request.request_id, request.get_block_ids(), start)
-        )
-        return
-    cached = step.scheduled_cached_reqs
-    if resumed:
-        cached.resumed_req_ids.add(request.request_id)
-    blocks = request.get_block_ids() if resumed else tuple(added)
-    cached.req_ids.append(request.request_id)
-    cached.new_block_ids.append(blocks if any(blocks) else None)
-    cached.num_computed_tokens.append(start)
-
-
-def up_to_a_block(request: ReplayRequest, windows: Sequence[int | None], count: int) -> int:
-    """Shorten a step of the next `count` tokens of a request to the end of a block.
-
-    Only models with states need it, while they compute a prompt: one step ends with its last full
-    block.
-    """
-    if STATE not in windows:
-        return count
-    start, size = request.num_computed_tokens, request.block_tokens
-    last = request.num_tokens - request.num_tokens % size
-    if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
-        return count
-    if start + count < last:
-        return count - count % size
-    return last - start if start < last else count
-
-
-def hand_over(
-    request: ReplayRequest, step: Step, windows: Sequence[int | None], computed: int
-) -> None:
-    """Describe the states that a step leaves of a request, if it ends at a block's end."""
-    blocks, rest = divmod(computed, request.block_tokens)
-    if rest or blocks > len(request.block_hashes) or STATE not in windows:
-        return
-    step.kv_connector_block_state.boundary_state_offloads[request.request_id] = [
-        (group, request.tables[group][blocks - 1], computed)
-        for group, window in enumerate(windows)
-        if window == STATE
-    ]

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from enum import Enum, auto
 
 from tiers.contract.connector import SchedulerConnector
-from tiers.lab.replay.blocks import BlockPool, BlockTables
-from tiers.lab.replay.requests import (
-    ReplayRequest,
-    Status,
-    Step,
-    StepOutput,
-    TracedRequest,
-    Work,
-    describe_run,
-    hand_over,
-    up_to_a_block,
-)
+from tiers.lab.replay.blocks import BlockTables, Tables
+from tiers.lab.replay.requests import NewRequest, ReplayRequest, Status, Step, StepOutput, Work
 
 
 class Match(Enum):
@@ -32,42 +21,23 @@ class Match(Enum):
 
 class ReplayScheduler:
     """Decides, as vLLM's scheduler does, and calls the connector where that would. Several steps
-    may be in flight: each of other requests, or, with `runs_ahead`, also a step that computes the
-    token which the one before samples, as with vLLM's asynchronous scheduling.
+    may be in flight, each of other requests. A request takes all blocks of its prompt when it
+    begins to load or run, so that nobody is preempted.
 
-    Counts `preemptions`, and as `external_hits` the tokens that requests not preempted were to
-    load. `whole_prompts`: a request takes all blocks of its prompt when it begins to load or run,
-    so that nobody is preempted. `has_orders`: the connector has orders for the next step, even if
-    that computes nothing.
+    `has_orders`: the connector has orders for the next step, even if that computes nothing.
     """
 
     def __init__(
-        self,
-        connector: SchedulerConnector,
-        pool: BlockPool,
-        block_tokens: int,
-        batch_tokens: int,
-        windows: Sequence[int | None] = (None,),
-        drops_last: bool = False,
-        whole_prompts: bool = False,
-        runs_ahead: bool = False,
+        self, connector: SchedulerConnector, tables: BlockTables, batch_tokens: int
     ) -> None:
-        self._drops_last = drops_last
-        self._whole_prompts = whole_prompts
-        self._runs_ahead = runs_ahead
         self.connector = connector
-        self.pool = pool
-        self._tables = BlockTables(pool, block_tokens, windows)
-        self._windows = windows
-        self.preemptions = 0
-        self.external_hits = 0
+        self._tables, self.pool = tables, tables.pool
         self.has_orders = False
         self.requests: dict[str, ReplayRequest] = {}
-        self._block_tokens = block_tokens
+        self._block_tokens = tables.block_tokens
         self._batch_tokens = batch_tokens
         self._waiting: deque[ReplayRequest] = deque()
         self._running: list[ReplayRequest] = []
-        self._answering: list[ReplayRequest] = []
         self._received: set[str] = set()
         self._ended: set[str] = set()
 
@@ -85,13 +55,8 @@ class ReplayScheduler:
 
     def plan(self) -> Step:
         """Choose the next step's requests and begin loads."""
-        step = Step(moves_states=not self.pool.caches_prefixes)
-        budget, preemptions = self._batch_tokens, self.preemptions
-        for request in list(self._running):
-            if request in self._running and (self._runs_ahead or not request.is_computing):
-                budget -= self._run(request, step, budget)
-        if self._runs_ahead and self.preemptions > preemptions:
-            budget = 0  # a token of whoever was preempted may still be in flight
+        step = Step()
+        budget = self._go_on(step, self._batch_tokens)
         for request in self._waiting:
             self._end_load(request)
         # As in vLLM, those that hold blocks come first: they alone can make room for the others.
@@ -115,11 +80,15 @@ class ReplayScheduler:
             self._waiting.remove(request)
             self._running.append(request)
             request.status = Status.RUNNING
-        if step.work or self.has_orders:
-            for request in self._answering:
-                describe_run(request, step, [], request.num_tokens)
-                step.num_scheduled_tokens[request.request_id] = 0  # it runs, in no time
         return step
+
+    def _go_on(self, step: Step, budget: int) -> int:
+        """Put the next tokens of those that run into the step; returns what is left of its
+        budget."""
+        for request in self._running:
+            if not request.is_computing:
+                budget -= self._run(request, step, budget)
+        return budget
 
     def give_orders(self, step: Step) -> None:
         """Let the connector put its orders into a step, which begins."""
@@ -129,7 +98,6 @@ class ReplayScheduler:
             request = self.requests[work.request_id]
             request.num_computed_tokens += step.num_scheduled_tokens[work.request_id]
             request.is_computing = True
-            request.unknown += self._runs_ahead and work.samples
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
@@ -149,18 +117,13 @@ class ReplayScheduler:
 
     def _match(self, request: ReplayRequest) -> Match:
         """Find the request's prefix here and in the connector, and begin it where there is room."""
-        limit = (request.num_tokens - 1) // self._block_tokens
-        hashes = [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
-        tables = self._tables.find_prefix(hashes)
-        if self._drops_last and tables[0]:
-            tables = self._tables.find_prefix(hashes[: len(tables[0]) - 1])
+        tables = self._find_prefix(request)
         computed = len(tables[0]) * self._block_tokens
         external = self._ask(request, computed)
         if external is None:
             return Match.ASK_AGAIN
-        assert not (external and request.skip_reading_prefix_cache)
         known = computed + external
-        blocks = self._blocks(request.num_tokens if self._whole_prompts else known)
+        blocks = self._blocks(self._to_begin(request, known))
         self._tables.share(tables)
         fresh = self.pool.take(self._tables.missing(tables, blocks, known))
         if fresh is None:
@@ -170,13 +133,20 @@ class ReplayScheduler:
         request.tables = tables
         request.num_computed_tokens = known
         request.local_tokens, request.loaded_tokens = computed, external
-        if not request.num_preemptions:
-            self.external_hits += external
         self.connector.update_state_after_alloc(request, request, external)
         if external:
             request.status = Status.LOADING
             self.has_orders = True
         return Match.BEGINS
+
+    def _find_prefix(self, request: ReplayRequest) -> Tables:
+        """What is in place of the request's prefix."""
+        limit = (request.num_tokens - 1) // self._block_tokens
+        return self._tables.find_prefix(request.block_hashes[:limit])
+
+    def _to_begin(self, request: ReplayRequest, known: int) -> int:
+        """Tokens that need room for a request to begin, of which `known` need not be computed."""
+        return request.num_tokens
 
     def _ask(self, request: ReplayRequest, computed: int) -> int | None:
         """Tokens that the connector loads behind `computed`; None: ask again."""
@@ -186,87 +156,64 @@ class ReplayScheduler:
 
     def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
         """Put a request's next tokens into the step; returns their number."""
-        start, known = request.num_computed_tokens, request.num_tokens
-        end = known + request.unknown
-        count = up_to_a_block(request, self._windows, min(end - start, budget))
-        is_last = request.unknown and end == request.num_prompt_tokens + request.max_tokens
-        if count <= 0 or is_last:
+        start = request.num_computed_tokens
+        count, samples = self._next(request, budget)
+        if count <= 0:
             return 0
-        if not request.tables:
-            request.tables = [[] for _ in self._windows]
-        self._tables.drop_behind(request.tables, start)
         blocks = self._blocks(start + count)
         fresh = self._take(request, step, self._tables.missing(request.tables, blocks, start))
         if fresh is None:
             return 0
         added = self._tables.grow(request.tables, fresh, blocks, start)
         tokens = request.contents(start, start + count)
-        samples = start + count == end
         tables = request.get_block_ids()
         step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
-        describe_run(request, step, added, start, resumed=request.status is Status.WAITING)
-        hand_over(request, step, self._windows, start + count)
+        self._describe_run(request, step, added, start)
         return count
 
+    def _next(self, request: ReplayRequest, budget: int) -> tuple[int, bool]:
+        """How many tokens of a request a step computes next, and whether it then samples one."""
+        left = request.num_tokens - request.num_computed_tokens
+        return min(left, budget), left <= budget
+
     def _take(self, request: ReplayRequest, step: Step, count: int) -> list[int] | None:
-        """Take blocks for a request, from later requests if need be."""
-        while (fresh := self.pool.take(count)) is None:
-            if request.status is Status.RUNNING:
-                idle = [r for r in self._running if r.request_id not in step.num_scheduled_tokens]
-                self._preempt(idle[-1])
-                if idle[-1] is request:
-                    return None
-            else:
-                waiting = [r for r in self._waiting if r.status is Status.WAITING and any(r.tables)]
-                if not waiting or waiting[-1] is request:
-                    return None
-                self._restart(waiting[-1])
-        return fresh
+        """Take blocks for a request; None: too few are free."""
+        return self.pool.take(count)
 
-    def _preempt(self, request: ReplayRequest) -> None:
-        self.preemptions += 1
-        request.num_preemptions += 1
-        self._running.remove(request)
-        self._restart(request)
-        request.status = Status.WAITING
-        self._waiting.appendleft(request)
-
-    def _restart(self, request: ReplayRequest) -> None:
-        self._free(request)
-        request.num_computed_tokens = request.unknown = 0
+    def _describe_run(self, request: ReplayRequest, step: Step, added: Tables, start: int) -> None:
+        """Describe to connectors that a step runs a request from its token `start` on, in the
+        blocks `added` besides."""
+        if not request.has_run:
+            request.has_run = True
+            step.scheduled_new_reqs.append(
+                NewRequest(request.request_id, request.get_block_ids(), start)
+            )
+            return
+        cached = step.scheduled_cached_reqs
+        cached.req_ids.append(request.request_id)
+        cached.new_block_ids.append(tuple(added) if any(added) else None)
+        cached.num_computed_tokens.append(start)
 
     # -- ends --------------------------------------------------------------------------------
 
     def end_step(self, step: Step, sampled: dict[str, int]) -> None:
         """Take in the tokens that a step has computed and sampled."""
         for work in step.work:
-            request = self.requests.get(work.request_id)
-            if request is None or request.status in (Status.LOADING, Status.FINISHED):
-                continue
-            is_preempted = request.status is Status.WAITING
-            if is_preempted and not self._runs_ahead:
-                continue  # its step is computed again
-            if not is_preempted:
-                request.is_computing = False
-                self._know_blocks(request)
-            if not work.samples:
-                continue
-            if isinstance(request, TracedRequest):
-                self._running.remove(request)
-                self._answering.append(request)
-                continue
-            self._answered(request, sampled[work.request_id], is_preempted)
+            request = self.requests[work.request_id]
+            request.is_computing = False
+            self._know_blocks(request)
+            if work.samples:
+                self._take_in(request, sampled)
 
-    def _answered(self, request: ReplayRequest, token: int, is_preempted: bool) -> None:
-        """A token of a request's answer is known. `is_preempted`: since that step began."""
-        request.tokens.append(token)
-        request.unknown -= self._runs_ahead and not is_preempted
+    def _take_in(self, request: ReplayRequest, sampled: dict[str, int]) -> None:
+        """A token of a request's answer is known."""
+        request.tokens.append(sampled[request.request_id])
         ends = len(request.output) == request.max_tokens
         # When an engine learns of a token, the step that computes it is in flight.
-        request.hash_blocks(unknown=0 if ends or self._runs_ahead else 1)
+        request.hash_blocks(unknown=0 if ends else 1)
         if ends:
-            (self._waiting if is_preempted else self._running).remove(request)
+            self._running.remove(request)
             self._finish(request)
 
     def end_transfers(self, output: StepOutput) -> None:
@@ -274,33 +221,9 @@ class ReplayScheduler:
         if output.invalid_block_ids or output.failed_recving:
             self._recompute(output.invalid_block_ids, output.failed_recving)
         self.connector.update_connector_output(output)
-        # Room that came free is offered to requests that found none, while they answer.
-        self.has_orders |= bool(self._answering)
-        for request_id in output.finished_recving:
-            request = self.requests[request_id]
-            if request.status is Status.LOADING:
-                self._received.add(request_id)
-            else:
-                assert request.status is Status.FINISHED
-                self._drop(request)
-
-    def answer(self, request: TracedRequest) -> Step | None:
-        """A step that computes a whole answer, which has ended; None: it finds no room."""
-        count = request.max_tokens - 1
-        if self._blocks(request.num_tokens + count) - len(request.tables[0]) > self.pool.num_free:
-            return None
-        request.answer()
-        step = Step()
-        self._run(request, step, count)
-        return step
-
-    def end_answer(self, request: ReplayRequest) -> None:
-        """The answer of a request has ended that was answered at once."""
-        self._answering.remove(request)
-        self._finish(request)
+        self._received |= output.finished_recving
 
     def _recompute(self, invalid: set[int], failed: set[str]) -> None:
-        assert not (invalid and self._windows != (None,)), "what precedes a block is not enough"
         for request in self._waiting:
             if request.status is not Status.LOADING:
                 continue
@@ -312,29 +235,18 @@ class ReplayScheduler:
                 request.num_computed_tokens = bad[0] * self._block_tokens
 
     def _know_blocks(self, request: ReplayRequest) -> None:
-        computed = request.num_computed_tokens - request.unknown
-        self._tables.know(request.tables, request.block_hashes, computed)
+        self._tables.know(request.tables, request.block_hashes, request.num_computed_tokens)
 
-    def abort(self, request_id: str) -> None:
-        """End a request now."""
-        request = self.requests.get(request_id)
-        if request is None or request.status is Status.FINISHED:
-            return
-        loading = request.status is Status.LOADING and request_id not in self._received
-        self._received.discard(request_id)
-        if request in self._running:
-            self._running.remove(request)
-        else:
-            self._waiting.remove(request)
-        self._finish(request, keep_blocks=loading)
+    def _finish(self, request: ReplayRequest) -> None:
+        self._end(request)
+        self._drop(request)
 
-    def _finish(self, request: ReplayRequest, keep_blocks: bool = False) -> None:
+    def _end(self, request: ReplayRequest) -> None:
+        """Tell connectors that a request has ended; they may still move its blocks."""
         request.status = Status.FINISHED
         self.connector.request_finished_all_groups(request, request.get_block_ids())
         self._ended.add(request.request_id)
         self.has_orders = True
-        if not keep_blocks:
-            self._drop(request)
 
     def _drop(self, request: ReplayRequest) -> None:
         self._free(request)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
-from tiers.lab.replay.blocks import BlockPool
+from tiers.lab.replay.blocks import BlockPool, BlockTables
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.engine import ReplayEngine
 from tiers.lab.replay.links import Link
@@ -38,11 +38,13 @@ class GpuStep(NamedTuple):
 class TimedScheduler(ReplayScheduler):
     """Serves requests of a trace, with a real chain, in the time of a clock."""
 
-    def __init__(self, engine: TimedEngine, pool: BlockPool, states: RequestTable) -> None:
-        size, machine = engine.model.block_tokens, engine.machine
-        super().__init__(engine.connector, pool, size, machine.step_tokens, whole_prompts=True)
+    def __init__(self, engine: TimedEngine, info: EngineInfo, states: RequestTable) -> None:
+        pool = BlockPool(info.num_blocks, info.caches_prefixes)
+        tables = BlockTables(pool, info.block_tokens)
+        super().__init__(engine.connector, tables, info.step_tokens)
         self._engine = engine
         self._states = states
+        self._answering: list[ReplayRequest] = []
         self._ahead: list[int] = []
         """Blocks that the step in the making computes, in place for whoever begins in it."""
 
@@ -51,6 +53,10 @@ class TimedScheduler(ReplayScheduler):
         self._ahead.clear()
         step = super().plan()
         self.pool.forget(self._ahead)
+        if step.work or self.has_orders:
+            for request in self._answering:
+                self._describe_run(request, step, [], request.num_tokens)
+                step.num_scheduled_tokens[request.request_id] = 0  # it runs, in no time
         return step
 
     def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
@@ -86,6 +92,32 @@ class TimedScheduler(ReplayScheduler):
                     request.loaded_by[tier] = int(hits)
         return matched
 
+    def _take_in(self, request: ReplayRequest, sampled: dict[str, int]) -> None:
+        """Its whole answer is computed at once, later."""
+        self._running.remove(request)
+        self._answering.append(request)
+
+    def end_transfers(self, output: StepOutput) -> None:
+        """As the scheduler; room that came free is offered to requests that found none, while they
+        answer."""
+        super().end_transfers(output)
+        self.has_orders |= bool(self._answering)
+
+    def answer(self, request: TracedRequest) -> Step | None:
+        """A step that computes a whole answer, which has ended; None: it finds no room."""
+        count = request.max_tokens - 1
+        if self._blocks(request.num_tokens + count) - len(request.tables[0]) > self.pool.num_free:
+            return None
+        request.answer()
+        step = Step()
+        self._run(request, step, count)
+        return step
+
+    def end_answer(self, request: ReplayRequest) -> None:
+        """The answer of a request has ended that was answered at once."""
+        self._answering.remove(request)
+        self._finish(request)
+
 
 class TimedEngine(ReplayEngine):
     """Serves the requests of a trace with the two halves of a chain, in the time of `clock`.
@@ -94,6 +126,9 @@ class TimedEngine(ReplayEngine):
     happens within a step. Answers end after their time and compute nothing, but for one step where
     their blocks were recorded. `links`: of all tiers, by name.
     """
+
+    scheduler: TimedScheduler
+    worker: TimedWorker
 
     def __init__(
         self,
@@ -106,7 +141,6 @@ class TimedEngine(ReplayEngine):
         clock: Clock,
         links: Mapping[str, Link],
     ) -> None:
-        self.model = model
         self.served: list[Served] = []
         """The requests that count, in the order in which their prompts ended."""
         self._hit_tokens: Counter[str] = Counter()
@@ -114,13 +148,13 @@ class TimedEngine(ReplayEngine):
         self._gpu_busy = 0.0
         self.room_wait = RoomWait()
         self.machine, self.clock = machine, clock
-        self._states, self._worker, self._links = states, worker, links
+        self._states, self._links = states, links
         self._gpu_steps: list[GpuStep] = []
         self._answers: list[tuple[float, TracedRequest]] = []
-        self._assemble(info, [worker], connector)
+        super().__init__(model, info, connector, worker)
 
-    def _open_scheduler(self, pool: BlockPool, info: EngineInfo) -> ReplayScheduler:
-        return TimedScheduler(self, pool, self._states)
+    def _open_scheduler(self, info: EngineInfo) -> TimedScheduler:
+        return TimedScheduler(self, info, self._states)
 
     def serve(
         self, requests: Iterable[TracedRequest], warm: int, progress: Callable[[int], None]
@@ -159,7 +193,7 @@ class TimedEngine(ReplayEngine):
 
     def _pass_until(self, arrival: float | None) -> None:
         """Let time pass until then; None: until no request is left."""
-        worker, clock = self._worker, self.clock
+        worker, clock = self.worker, self.clock
         while True:
             worker.settle(self._take)
             while self._turn():
@@ -200,7 +234,7 @@ class TimedEngine(ReplayEngine):
 
     def end(self, step: Step) -> None:
         """End a step; the ends of transfers are taken in at other moments, too."""
-        self._worker.end(step)
+        self.worker.end(step)
         self.scheduler.end_step(step, {})
 
     def _end_gpu_step(self, now: float) -> bool:
@@ -239,7 +273,7 @@ class TimedEngine(ReplayEngine):
         self.scheduler.end_transfers(output)
         for request_id in output.finished_recving:
             request = self._request(request_id)
-            self._worker.verify(request)
+            self.worker.verify(request)
             request.end_load()
 
     def _request(self, request_id: str) -> TracedRequest:

@@ -122,7 +122,7 @@ class TimedWorker(LocalWorker):
         clock: Clock,
         links: Mapping[int, Link],
     ) -> None:
-        super().__init__(model, num_blocks, 0, lambda rank: half)
+        super().__init__(model, num_blocks, half)
         self._half, self._clock, self._trace_model = half, clock, model
         # numpy needs no threads for so few bytes; the array is the tensor's memory.
         self._pages = next(iter(self.kv.values())).numpy()[:, 0]

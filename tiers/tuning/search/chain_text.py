@@ -10,14 +10,13 @@ from dataclasses import fields
 import yaml
 
 from spec.fields import exact_size, format_duration, format_rate
-from spec.text import seconds
+from spec.text import decimal_size, seconds
 from tiers.tuning.report import Report, TierUse
 from tiers.tuning.search.budget import CHOSEN, Budget, Objective
 from tiers.tuning.search.search import Evaluated, Gap
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 WIDTH = 100
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _RATES = {"load_rate", "store_rate", "write_budget"}
 _SIZES = {"max_inflight", "staging"}
 
@@ -48,12 +47,6 @@ def _digits(share: float) -> str:
 def finite(value: float | None) -> float | None:
     """For JSON, which has no infinity."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def size(value: float) -> str:
-    """Bytes like 4.2 TB; powers of 1000."""
-    scale, unit = next(((s, u) for s, u in _UNITS if value >= s), (1.0, "B"))
-    return f"{value / scale:.3g} {unit}"
 
 
 def name(chain: SimChain) -> str:
@@ -99,7 +92,7 @@ def expected(report: Report) -> Sequence[str]:
         f"GPUs are busy with prompts {percent(report.gpu_load)} of the time."
     ]
     for tier in report.tiers:
-        text = f"{tier.name} is written {size(tier.written_bytes_per_day)} a day"
+        text = f"{tier.name} is written {decimal_size(tier.written_bytes_per_day)} a day"
         if tier.life_years is not None:
             text += f" and lasts {tier.life_years:.2g} years"
         if tier.dropped_blocks:
@@ -147,7 +140,9 @@ def _tier(tier: SimTier, use: TierUse, report: Report, budget: Budget, why: Reas
     if tier.write_budget is not None:
         settings["write_budget"] = format_rate(tier.write_budget)
     if medium.size_key is None:
-        lines += _comment(f"Give it {size(capacity)} at the server." + _sentences(sizes), "  ")
+        lines += _comment(
+            f"Give it {decimal_size(capacity)} at the server." + _sentences(sizes), "  "
+        )
     lines.append(f"  - type: {tier.type}")
     indent = "    "
     for key, value in medium.settings.items():

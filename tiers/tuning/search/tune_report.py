@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from spec.chain import ChainSpec
-from spec.text import aligned, seconds
+from spec.text import aligned, decimal_size, seconds
 from tiers.tuning.report import life_and_price, named, waits
 from tiers.tuning.search.budget import CHOSEN, TUNED, Budget
 from tiers.tuning.search.chain_text import (
@@ -18,7 +18,6 @@ from tiers.tuning.search.chain_text import (
     finite,
     name,
     percent,
-    size,
 )
 from tiers.tuning.search.search import LEAST, Evaluated, cost, excesses, gap
 from tiers.tuning.search.tune import ENOUGH, Tuned
@@ -194,7 +193,7 @@ def _frontier_table(tuned: Tuned) -> str:
     has_prices = _has_prices(tuned.budget)
     rows = [("price" if has_prices else "bytes", "TTFT mean", "")]
     rows += [
-        (f"{price:,.0f}" if has_prices else size(price), seconds(ttft), name(one.chain))
+        (f"{price:,.0f}" if has_prices else decimal_size(price), seconds(ttft), name(one.chain))
         for price, ttft, one in _frontier(tuned)
     ]
     return "\n".join(["Not beaten in both, on the requests of the search:", *aligned(rows)])

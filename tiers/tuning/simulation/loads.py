@@ -13,7 +13,7 @@ from operator import or_
 from typing import NamedTuple
 
 from tiers.loading.comparison import Comparison, Verdict, Wish
-from tiers.loading.shares import HeldRun, LinkCost, share
+from tiers.loading.shares import HeldRun, LoadPace, share
 from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.simulated_tier import SimulatedTier
 from tiers.tuning.simulation.spaces import leading
@@ -117,11 +117,11 @@ class Loads:
         clock: Callable[[], float],
     ) -> None:
         self._size = workload.block_tokens
-        always = chain.load_when == "always"
         costs = {place: tier.cost for place, tier in enumerate(tiers)}
-        self._comparison = Comparison(self._size, costs, clock, always)
+        shares = chain.load_policy == "stitched" and len(tiers) > 1
+        self._comparison = Comparison(self._size, clock)
+        self._comparison.follow(costs, chain.load_when == "always", shares)
         self._policy = {"first": first, "longest": longest, "stitched": stitched}[chain.load_policy]
-        self._comparison.shares = chain.load_policy == "stitched" and len(tiers) > 1
         self._masks, self._lengths = workload.masks, workload.lengths
         self._tiers = tiers
         self._placed = [p for p in enumerate(tiers) if p[1].spec.paused in (None, "writes")]
@@ -199,7 +199,7 @@ class Loads:
             return None
         plan = SimPlan(self._policy(runs), self._size)
 
-        def sharing(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> SimPlan:
+        def sharing(paces: Mapping[int, LoadPace], last: Callable[[int], int]) -> SimPlan:
             known = [one for one in placed if one[0] in paces]
             found = share([*held_runs(known, question, self._masks)], paces, last)
             return SimPlan(found[0], self._size)
