@@ -466,6 +466,18 @@ def noted_memory(
     return made, closed
 
 
+@pytest.mark.parametrize(("fit", "rows"), [(0, 1), (3, 3), (4, 4), (9, 8), (70, 64)])
+def test_each_reader_of_a_disk_has_as_many_blocks_of_a_piece(
+    host: Host, monkeypatch: pytest.MonkeyPatch, fit: int, rows: int
+) -> None:
+    monkeypatch.setattr(loading_module, "READ_BYTES", fit * slot_stride(PAYLOAD))
+    made, _ = noted_memory(monkeypatch, 64)
+    loading = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
+    loading.open()
+    loading.close(WAIT_S)
+    assert {len(bounce.rows) for bounce in made} == {rows}
+
+
 def test_memory_that_is_had_before_it_is_short_is_given_back(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

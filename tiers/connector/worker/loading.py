@@ -38,7 +38,9 @@ BOUNCES = 2
 """Pieces of memory through which a loader passes a store's blocks: one is read into while the other
 is copied."""
 READ_BYTES = 16 << 20
-"""Bytes of one of them."""
+"""Bytes of one of them, at most, but for one block."""
+READERS = 4
+"""Threads by which a disk reads: each has as many blocks of a piece, or one waits for another."""
 DROP_BELOW = 0.5
 """A load is dropped at its turn if it has less than this part of the seconds that loads of its size
 took of late: it could not end in time."""
@@ -221,6 +223,7 @@ class Loading:
         self._threads.bind(copier.cpus)
         self._readers.bind(copier.cpus)
         rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
+        rows -= rows % READERS if rows > READERS else 0
         near: dict[str, Any] = {"cpus": copier.cpus, "device": copier.device}
         # Touched now: a first load would take twice as long otherwise.
         try:
