@@ -79,6 +79,8 @@ def _run(job: dict[str, Any], turn: IO[str], late: threading.Timer) -> dict[str,
     if job["again"]:
         for cell in cells:
             _evict(llm, job, cell)
+            if job["folder"]:  # what `_evict` brought to the cpu tier and the disk is there, too
+                _wait_until_written(Path(job["folder"]))
             cell["again"] = _ask(llm, job, _prompts(cell))
     sampled = _sampled(llm, job) if job["sampled"] else None
     if job["folder"]:
