@@ -5,7 +5,7 @@
 # make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
 #               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"
 # make test-v2   the tests of real engines on vLLM's Model Runner V2, its default on GPUs, whose kernels Triton's
-#               interpreter runs: more than half an hour  ARGS="-k states"
+#               interpreter runs: more than an hour on two cores  ARGS="-k states"
 # make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
 # make install-test   the three ways in of the README, each in an empty environment; needs a package index.
 #               Minutes: ARGS=cpu tries that way alone, ARGS=cuda or ARGS=present another
@@ -64,7 +64,7 @@ else
 endif
 
 test-v2: $(READY)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/engine/runner_v2 $(BIN)/python -m pytest --durations=25 \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/engine/runner_v2 $(BIN)/python -m pytest --durations=25 --timeout=900 \
 		-m "vllm and not compatibility" $(ARGS)
 
 compatibility: $(READY)
