@@ -27,9 +27,9 @@ class Choice(NamedTuple):
     do, each its `shares` or its piece. `pieces`: of a prefix that connectors load one behind the
     other, each with its tokens, in whole blocks but for the last. `probed`: the child that loads
     only to be measured. `passed`: children that have tokens and are skipped, each with why, a word
-    of `explain.accounts.REASONS`.
-    `seconds`: until the end of the prompt, where that is estimated. `within`: seconds after which
-    the load is ended. `computed`: tokens that precede those of the choice.
+    of `explain.accounts.REASONS`. `seconds`: until the end of the prompt, where that is estimated.
+    `within`: seconds after which the load is ended. `computed`: tokens that precede those of the
+    choice.
     """
 
     child: int | None
