@@ -309,8 +309,7 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
         "within max_wait.",
     )
     promote: bool = Field(
-        default=True,
-        description="Store a block that a lower tier loaded in the higher tiers too.",
+        default=True, description="Store a block that a lower tier loaded in the higher tiers too."
     )
     store: StoreScope = Field(
         default="all",

@@ -38,17 +38,24 @@ class SpecError(KVTiersError, ValueError):
         self.problems = tuple(problems)
 
 
+MOST_CHARACTERS = 1000  # of an error's text: some quote a block or a server's whole answer
+
+
 def describe_error(error: BaseException) -> str:
     """An error's class and text; the class alone if a plugin's error has no text."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - its own __str__
-        return type(error).__name__
+    return ": ".join(filter(None, (type(error).__name__, _text_of(error))))
 
 
 def reason_of(error: BaseException) -> str:
     """An error's text if it is ours, which says all; else its class, too."""
-    return str(error) if isinstance(error, KVTiersError) else describe_error(error)
+    return (isinstance(error, KVTiersError) and _text_of(error)) or describe_error(error)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:MOST_CHARACTERS]
+    except BaseException:  # noqa: BLE001 - its own __str__
+        return ""
 
 
 def one_line(text: str) -> str:

@@ -129,9 +129,7 @@ def check_whole(entry: EntryPoint, loaded: Any) -> None:
 
 
 def imported_class(
-    entry: EntryPoint,
-    kind: type[T],
-    check: Callable[[EntryPoint, Any], None] = check_whole,
+    entry: EntryPoint, kind: type[T], check: Callable[[EntryPoint, Any], None] = check_whole
 ) -> type[T]:
     """The class that an entry point names, of this kind. Raises BrokenPlugin for another one, for a
     version of the plugin API that is not read, and what `check` raises."""

@@ -8,10 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from spec.errors import one_of
-from spec.offloading import HIT_SOURCES, HostSpec, OffloadingSpec, StoreSpec
+from spec.offloading import (
+    HIT_SOURCES,
+    HostSpec,
+    OffloadingSpec,
+    StoreContext,
+    StoreSpec,
+    TierStore,
+)
 from spec.plugins import (
     OURS,
     TIERS,
@@ -40,9 +48,7 @@ def tier_class(tier_type: str) -> type[OffloadingSpec]:
 
 
 def make_tier(
-    tier_type: str,
-    written: Mapping[object, object],
-    context: Mapping[str, object] | None = None,
+    tier_type: str, written: Mapping[object, object], context: Mapping[str, object] | None = None
 ) -> OffloadingSpec:
     """Make a tier's spec from an entry of the YAML; `context` is for its validators.
 
@@ -54,8 +60,8 @@ def make_tier(
     def make() -> OffloadingSpec:
         made = spec.model_validate(dict(written), context=dict(context or {}))
         made.model_dump(mode="json")  # as commands print it
-        if isinstance(made, StoreSpec):
-            _ = made.host_local  # as an engine that serves asks for it
+        if not is_ours(spec):
+            _check_made(entry, spec, made)
         return made
 
     return run(entry, make, "making its settings")
@@ -80,15 +86,47 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
     if issubclass(spec, HostSpec) and not is_ours(spec):
         raise broken(entry, "it is a HostSpec, which runs unguarded; make it a StoreSpec")
     check_whole(entry, spec)
+    for field in spec.model_fields:
+        if field in vars(OffloadingSpec) or field in vars(StoreSpec):
+            raise broken(entry, f"its field {field} has the name of what every tier's class has")
     if spec.hit_source not in HIT_SOURCES:
         raise broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")
-    if isinstance(spec.identity, str):
-        raise broken(entry, f"its identity is a text; write ({spec.identity!r},)")
-    if isinstance(spec.identity, property):
-        raise broken(entry, "its identity is a property; write it in the class: identity = (...)")
     for field in spec.identity:
         if field not in spec.model_fields:
             raise broken(entry, f"its identity has {field!r}, which is none of its fields")
+
+
+class _Ours(StoreSpec):
+    """The keys of every store, as they are before a plugin declares them anew."""
+
+    def open(self, site: StoreContext) -> TierStore: ...
+
+
+_ASKED: Mapping[Any, tuple[str, ...]] = {
+    bool: ("is_prompt", "verifies", "resizes", "may_load", "may_store"),
+    bool | None: ("host_local",),
+    Path | None: ("notes_folder",),
+    int: ("capacity_bytes",),
+}
+"""What an engine asks of settings beside the keys, on its own thread, and the type of each."""
+
+
+def _check_made(entry: EntryPoint, spec: type[OffloadingSpec], made: object) -> None:
+    """Check what would otherwise fail in the engine. Raises BrokenPlugin."""
+    if not (isinstance(made, spec) and isinstance(made, StoreSpec)):
+        raise broken(entry, f"its validator made a {type(made).__name__} of it")
+    for kind, names in _ASKED.items():
+        for name in names:
+            if not isinstance(found := getattr(made, name), kind):
+                raise broken(entry, f"no engine can use its {name}, {found!r:.40}")
+    for name in StoreSpec.model_fields:
+        found = made.tier_name if name == "name" else getattr(made, name)
+        values: dict[str, Any] = {"type": made.type, name: found}
+        try:
+            as_ours = _Ours.model_construct(**values)
+            _Ours.model_validate(as_ours.model_dump(mode="json", warnings="error"))
+        except ValueError as error:  # of pydantic, when it writes or when it reads
+            raise broken(entry, f"no engine can use its {name}, {found!r:.40}") from error
 
 
 def package_of(spec: OffloadingSpec) -> str | None:

@@ -429,10 +429,11 @@ class StoreWrapper(Capable):
 
 
 def each(verb: str, answers: object, count: int) -> list[bool]:
-    """Return what `verb` answered if it is a list of `count` booleans. Raises TierError otherwise:
-    a generator, a list of numbers or a string would pass for hits."""
+    """Return what `verb` answered, in a list of its own, if it is a list of `count` booleans.
+    Raises TierError otherwise: a generator, a list of numbers or a string would pass for hits."""
     if not isinstance(answers, list):
         raise TierError(f"{verb} answered a {type(answers).__name__}, not a list of booleans")
+    answers = list.copy(answers)  # the store may change its own for the next call
     if len(answers) != count:
         raise TierError(f"{verb} gave {len(answers)} answers for {count}")
     strange = set(map(type, answers)) - {bool}

@@ -14,6 +14,7 @@ import yaml
 
 from spec.load import load_chain
 from tests.support.changing import changes_of
+from tests.support.plugin_packages import Install
 from tests.support.replay import ReplayEngine
 from tests.support.replay_chains import cpu, disk
 from tiers.connector.multi import changes
@@ -179,3 +180,19 @@ def test_what_is_refused_and_what_is_bad(
     engine(cpu(capacity="1MiB"))
     several = kvtiers("apply", written(tmp_path, a), *folder)
     assert several.status == 2 and "--to" in several.err
+
+
+def test_a_secret_that_can_t_be_handed_over_is_refused(
+    kvtiers: Run, plugin: Install, tmp_path: Path
+) -> None:
+    plugin(
+        "veils",
+        "from pydantic import SecretStr\nfrom spec.offloading import StoreSpec\n"
+        "class VeilSpec(StoreSpec):\n    word: SecretStr\n    def open(self, site): ...\n",
+        veil="VeilSpec",
+    )
+    chain = tmp_path / "chain.yaml"
+    chain.write_text("version: 1\ntiers:\n  - {type: veil, word: open sesame}\n")
+    done = kvtiers("apply", chain, "--dry-run")
+    assert done.status == 2 and "a secret in it can't be handed over" in done.err
+    assert "sesame" not in done.out + done.err

@@ -211,10 +211,10 @@ def checked(error: str) -> str:
         (checked("decimal.InvalidOperation()"), "making its settings raised InvalidOperation"),
         (checked("SystemExit(1)"), "making its settings raised SystemExit: 1"),
         (BROKEN + "    identity = ('rails', 'reels')", "identity has 'reels', which is none of"),
-        (BROKEN + "    identity = 'reel'", "identity is a text; write ('reel',)"),
+        (BROKEN + "    identity = 'reel'", "identity has 'r', which is none of its fields"),
         (
             BROKEN + "    @property\n    def identity(self): return ('reel',)",
-            "identity is a property; write it in the class: identity = (...)",
+            "'property' object is not iterable",
         ),
         (BROKEN + "    identity = 7", "TypeError"),
         (
@@ -249,6 +249,49 @@ def test_whatever_a_plugin_does_its_package_is_named(
     left_out: list[str] = []
     assert "cpu" in chain_schema(left_out.append)["$defs"]
     assert all(module in line for line in left_out)
+
+
+@pytest.mark.parametrize(
+    ("member", "says"),
+    [
+        ("loads_at_once: int | None = None", "no engine can use its loads_at_once, None"),
+        ("loads_at_once: int = 5000", "its loads_at_once, 5000"),
+        ("store_threshold: str = 'x'", "its store_threshold, 'x'"),
+        ("admission: str = 'nope'", "its admission, 'nope'"),
+        ("max_inflight: str = 'x'", "its max_inflight, 'x'"),
+        ("write_budget: str = 'x'", "its write_budget, 'x'"),
+        ("deadline: float = -1.0", "its deadline, -1.0"),
+        ("encryption: bool = True", "its encryption, True"),
+        ("name: str = 'a b'", "its name, 'a b'"),
+        ("identity: str = 'abc'", "its field identity has the name of what every tier's class has"),
+        ("tier_name: str = 'abc'", "its field tier_name has the name of"),
+        ("is_prompt = 7", "its is_prompt, 7"),
+        ("@property\n    def is_prompt(self): raise OSError('x')", "raised OSError: x"),
+        ("@property\n    def may_store(self): raise OSError('x')", "raised OSError: x"),
+        ("@property\n    def host_local(self): return 'maybe'", "its host_local, 'maybe'"),
+        ("@property\n    def notes_folder(self): return 7", "its notes_folder, 7"),
+        ("@property\n    def tier_name(self): raise OSError('x')", "raised OSError: x"),
+        (
+            "@model_validator(mode='wrap')\n    def _w(cls, value, _): return Shape(width=1)",
+            "its validator made a Shape of it",
+        ),
+    ],
+)
+def test_what_no_engine_could_use_is_refused_before_it_starts(
+    plugin: Install, member: str, says: str, request: pytest.FixtureRequest
+) -> None:
+    module = f"own{request.node.callspec.indices['member']}"
+    head = "from typing import ClassVar\nfrom pydantic import model_validator\n"
+    member = member.replace("is_prompt =", "is_prompt: ClassVar[object] =")
+    plugin(module, f"{head}{GOOD}\n    {member}\n", tape="TapeSpec")
+    told = chain(type="tape", reel="1GB")
+    assert f"its package {module} 1.0 is broken" in told and says in told and "\n" not in told
+
+
+def test_a_key_of_ours_may_have_another_default(plugin: Install) -> None:
+    more = "    deadline: float = 0.5\n    loads_at_once: int = 8\n    write_budget: float = 1e9\n"
+    plugin("faster", GOOD + more, tape="TapeSpec")
+    assert chain(type="tape", reel="1GB") == ""
 
 
 def test_an_entry_point_that_names_no_class_is_told_how(plugin: Install, tmp_path: Path) -> None:

@@ -682,7 +682,7 @@ class Untold(Exception):
     """An error that fails even when it is told of."""
 
     def __str__(self) -> str:
-        raise RuntimeError("no text either")
+        raise self.args[0] if self.args else RuntimeError("no text either")
 
 
 class Incapable(Store, Capable):
@@ -710,13 +710,49 @@ def test_a_store_that_cannot_tell_what_it_can_is_named_once(
     assert isinstance(caplog.records[0].exc_info, tuple)
 
 
+@pytest.mark.parametrize("end", [RuntimeError(), SystemExit(1), KeyboardInterrupt()])
 def test_an_error_that_fails_when_it_is_told_of_is_a_miss(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    clock: Clock, caplog: pytest.LogCaptureFixture, end: BaseException
 ) -> None:
     store = Store()
-    store.error = Untold()
+    store.error = Untold(end)
     ask_all(Guarded(store, "t", clock=clock))
     assert "tier t: reads are down (Untold); tried again every 1 s or more" in caplog.messages
+
+
+def test_of_an_error_that_quotes_a_block_the_beginning_is_told(clock: Clock) -> None:
+    store = Store()
+    store.error = TierUnavailable("bad: " + "00" * (2 << 20))
+    guarded = Guarded(store, "t", clock=clock)
+    ask_all(guarded)
+    assert "TierUnavailable: bad: 0000" in guarded.health.why
+    assert len(guarded.health.why) < 1100
+
+
+class OneList(Everything):
+    """Answers with one list, which it changes for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Any] = []
+
+    def _answer(self, verb: str, count: int) -> list[bool]:
+        self.answers[:] = [True] * count
+        return self.answers
+
+    def pack_blocks(self) -> int:
+        return 1
+
+    def held_prefix(self, prompts: Sequence[Sequence[bytes]]) -> list[int]:
+        self.answers[:] = [1] * len(prompts)
+        return self.answers
+
+
+def test_answers_stay_as_they_were_given(clock: Clock) -> None:
+    guarded = Guarded(OneList(), "t", clock=clock)
+    first = [guarded.has([KEY]), guarded.peek([KEY]), guarded.held_prefix([[KEY]])]
+    guarded.has([KEY] * 3)
+    assert first == [[True], [True], [1]]
 
 
 def test_close_reaches_a_store_that_is_down_and_only_once() -> None:

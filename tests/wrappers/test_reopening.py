@@ -211,6 +211,35 @@ def test_an_open_that_raises_is_that_tier_s_failure(error: BaseException) -> Non
         opened(raising(error))
 
 
+class Untold(TierNotOpen):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class UntoldForGood(TierUnusable):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def test_an_open_whose_error_can_not_be_told_is_that_tier_s_failure(
+    soon_again: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with pytest.raises(TierUnusable, match="UntoldForGood"):
+        opened(raising(UntoldForGood()))
+    fails = iter([Untold()])
+
+    def how() -> TierStore:
+        for error in fails:
+            raise error
+        return Mounted()
+
+    store = opened(how)
+    until(lambda: store.health.reads)
+    store.put([])
+    assert [line for line in caplog.messages if "tried again: Untold" in line]
+
+
 @pytest.mark.parametrize("error", [ValueError("not in list"), SystemExit(3)])
 def test_an_open_that_can_not_be_announced_is_one(
     error: BaseException, caplog: pytest.LogCaptureFixture

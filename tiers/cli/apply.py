@@ -59,11 +59,13 @@ def apply(
     from tiers.control.ask_engines import await_change
 
     spec = load_chain(chain)
+    # Without the defaults, of which an engine of another version may not know one.
+    written = spec.model_dump(mode="json", exclude_unset=True)
+    if "*" * 10 in json.dumps(written):  # a plugin's SecretStr, which pydantic writes so
+        raise refused(f"{chain}: a secret in it can't be handed over; restart the engine with it")
     if folder is None and spec.control is not None:
         folder = spec.control.folder
     name = only_engine(ask_engines("status", {}, engine, folder), "--to").engine
-    # Without the defaults, of which an engine of another version may not know one.
-    written = spec.model_dump(mode="json", exclude_unset=True)
     question = {"chain": written, "dry_run": dry_run}
     if if_version is not None:
         question["if_version"] = if_version

@@ -67,8 +67,5 @@ def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
 
     with stdout_to_stderr(), bar("", len(chain.tiers), -1) as update:  # stores may print
         return profile_tiers(
-            chain,
-            block_bytes,
-            live=live,
-            progress=lambda tier: update(advance=1, description=tier),
+            chain, block_bytes, live=live, progress=lambda tier: update(advance=1, description=tier)
         )

@@ -165,12 +165,7 @@ def _check_chain(present: ChainSpec, asked: Asked | None, file: Path) -> None:
             )
 
 
-def _trace(
-    recording: Path | None,
-    present: ChainSpec,
-    asked: Asked | None,
-    file: Path,
-) -> Trace:
+def _trace(recording: Path | None, present: ChainSpec, asked: Asked | None, file: Path) -> Trace:
     """The recording named, or what the engine has recorded since its start."""
     from tiers.traces.open_trace import open_trace
     from tiers.traces.recorded import open_recorded

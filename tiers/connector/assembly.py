@@ -66,12 +66,7 @@ def scheduler_parts(
         observers.append(explainer)
     live = LiveChain(chain, requests, opener, now, names, observers)
     settings = MultiSettings(
-        requests,
-        now=now,
-        observers=observers,
-        explainer=explainer,
-        rebuilder=live,
-        wake=wake,
+        requests, now=now, observers=observers, explainer=explainer, rebuilder=live, wake=wake
     )
     tiers = [live.make(tier, chain) for tier in chain.tiers]
     _warm(chain, tiers)

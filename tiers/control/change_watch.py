@@ -113,11 +113,7 @@ class ChangeWatch:
     keeps it, so that it goes on when whoever asked for the change has left."""
 
     def __init__(
-        self,
-        changes: Changes,
-        history: SavedHistory,
-        pending: PendingChange,
-        seconds: float,
+        self, changes: Changes, history: SavedHistory, pending: PendingChange, seconds: float
     ) -> None:
         """`seconds`: before and after the change."""
         self.verdict = Verdict(outcome="watching")

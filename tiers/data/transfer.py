@@ -51,11 +51,7 @@ def key_marks(spec: StoreSpec) -> list[str]:
 
 
 def export_tier(
-    records: StoredRecords,
-    path: Path,
-    keys: Sequence[str],
-    rate: float | None,
-    progress: Progress,
+    records: StoredRecords, path: Path, keys: Sequence[str], rate: float | None, progress: Progress
 ) -> Transfer:
     """Write what a tier holds now to an archive, the least recently used first. Takes some 600
     bytes of memory a block. `keys`: marks of the tier's encryption keys."""

@@ -34,10 +34,7 @@ class Verification:
 
 
 def verify_tier(
-    records: StoredRecords,
-    rate: float | None,
-    progress: Progress,
-    drops: bool = False,
+    records: StoredRecords, rate: float | None, progress: Progress, drops: bool = False
 ) -> Verification:
     """Read and check every record, at `rate` bytes a second at most; with `drops` drop those that
     are damaged. Raises what the tier raises."""

@@ -112,6 +112,12 @@ class TruthTests(StoreUnderTest):
                 f"the spec's host_local is {declared}, {type(self).__name__} says {self.host_local}"
             )
 
+    def test_the_spec_comes_back_from_json(self) -> None:
+        spec = self.make_spec()  # which goes so to processes and to engines that serve
+        again = type(spec).model_validate(spec.model_dump(mode="json"))
+        lost = [name for name, value in spec if getattr(again, name) != value]
+        assert not lost, f"{lost} do not come back from JSON; of a secret name its file"
+
     def test_the_spec_says_what_its_capacity_is(self) -> None:
         spec = self.make_spec()
         with closing(spec.open(StoreContext(self.payload_bytes))) as store:

@@ -55,9 +55,7 @@ Bandwidth = Annotated[
 ]
 """Bytes per second: a number, or text like "5GB/s"."""
 Seconds = Annotated[
-    float,
-    BeforeValidator(_or_number(parse_duration)),
-    Field(ge=0, allow_inf_nan=False),
+    float, BeforeValidator(_or_number(parse_duration)), Field(ge=0, allow_inf_nan=False)
 ]
 """Seconds: a number, or text like "2ms"."""
 

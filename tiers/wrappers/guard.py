@@ -222,6 +222,7 @@ class Guarded(Capable):
                 found: object = required(store, Packs).held_prefix(prompts)
                 if not isinstance(found, list) or len(found) != len(prompts):
                     raise TierError(f"held_prefix answered {found!r:.40}")
+                found = list.copy(found)
                 for count, keys in zip(found, prompts, strict=True):
                     if type(count) is not int or not 0 <= count <= len(keys):
                         raise TierError(f"held_prefix answered {count!r:.40} of {len(keys)}")

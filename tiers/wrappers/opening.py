@@ -6,14 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from spec.errors import describe_error
-from spec.offloading import (
-    EncryptionSpec,
-    OffloadingSpec,
-    StoreContext,
-    StoreSpec,
-    read_keys,
-)
+from spec.errors import describe_error, reason_of
+from spec.offloading import EncryptionSpec, OffloadingSpec, StoreContext, StoreSpec, read_keys
 from spec.registry import finds_damage, package_of
 from tiers.errors import TierUnusable
 from tiers.store import TierStore
@@ -62,7 +56,7 @@ def open_guarded(
     except TierUnusable as error:
         if package_of(spec) is None:
             raise
-        raise TierUnusable(f"{name}: {error}") from error
+        raise TierUnusable(f"{name}: {reason_of(error)}") from error
     except Exception as error:
         raise TierUnusable(f"{name}: open raised {describe_error(error)}") from error
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from spec.errors import describe_error
+from spec.errors import describe_error, reason_of
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX
 from tiers.concurrency.executors import in_background, settle
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -82,9 +82,9 @@ class Reopening:
             if store is None or store is not self.now or self._closed.is_set():
                 return False
             self.now = None
-        self.why = str(error)
+        self.why = reason_of(error)
         line = "tier %s is open no more, and is opened anew: %s"
-        logger.log(self._level, line, self._name, error)
+        logger.log(self._level, line, self._name, self.why)
         with suppress(RuntimeError):  # no thread can be had, as while the interpreter ends
             in_background(store.close, "close")
         self._wanted.set()
@@ -139,7 +139,7 @@ class Reopening:
             return  # whoever waits for the first opening reports it
         if not self._has_logged:
             self._has_logged = True
-            logger.log(self._level, "tier %s %s: %s", self._name, what, error)
+            logger.log(self._level, "tier %s %s: %s", self._name, what, reason_of(error))
 
     def close(self) -> None:
         """Close the store; one that is being opened is closed as soon as it is open."""

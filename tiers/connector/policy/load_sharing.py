@@ -82,9 +82,7 @@ class LoadSharing:
         """How many of these blocks the engine finds in its cache when those are loaded."""
         most = min(len(blocks), len(hashes))
         shared = bisect_left(
-            range(most),
-            True,
-            key=lambda i: self._hash(request, blocks.start + i) != hashes[i],
+            range(most), True, key=lambda i: self._hash(request, blocks.start + i) != hashes[i]
         )
         if self._windows and (shared < len(hashes) or self._dropped):
             return 0  # what windows need is loaded at the end alone, and found there or nowhere

@@ -22,11 +22,7 @@ class StoreUses:
     128k tokens on eight ranks would take the thread up to 90 ms."""
 
     def __init__(
-        self,
-        store: TierStore,
-        parts: RankKeys,
-        threads: Executor,
-        clock: Callable[[], float],
+        self, store: TierStore, parts: RankKeys, threads: Executor, clock: Callable[[], float]
     ) -> None:
         """`threads`: report to a store that takes its time."""
         self._store = store

@@ -178,7 +178,7 @@ FIELDS = {
         "load_format model_loader_extra_config ignore_patterns",
         {
             WEIGHTS: "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
-            "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location",
+            "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location"
         },
     ),
     "AttentionConfig": Fields(
@@ -191,7 +191,7 @@ FIELDS = {
             "tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph "
             "sparse_mla_force_mqa sparse_mla_prefill_workspace_factor flex_attn_block_m "
             "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
-            "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
+            "indexer_tp_shard_min_rows minimax_m3_indexer_cp"
         },
     ),
     "KernelConfig": Fields(

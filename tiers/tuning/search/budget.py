@@ -21,14 +21,7 @@ from spec.load import load_document
 from spec.offloading import HostSpec, OffloadingSpec
 from spec.plugins import BrokenPlugin, UnknownPlugin
 from spec.registry import make_tier, tier_class
-from tiers.tuning.machine import (
-    KNOWN,
-    SIZE_KEYS,
-    Machine,
-    Price,
-    load_machine,
-    size_key,
-)
+from tiers.tuning.machine import KNOWN, SIZE_KEYS, Machine, Price, load_machine, size_key
 from tiers.tuning.simulation.spaces import SPACES
 
 Objective = Literal["mean_ttft", "p99_ttft", "saved_seconds", "cost"]

@@ -108,10 +108,7 @@ class Space:
     fewest changes."""
 
     def __init__(
-        self,
-        budget: Budget,
-        sizes: Mapping[str, Sequence[int]],
-        present: SimChain | None = None,
+        self, budget: Budget, sizes: Mapping[str, Sequence[int]], present: SimChain | None = None
     ) -> None:
         self.budget = budget
         self.present = present

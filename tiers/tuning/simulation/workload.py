@@ -82,11 +82,7 @@ class Workload:
 
 
 def _path(
-    number: int,
-    blocks: Sequence[int],
-    uses: Counter[int],
-    runs: dict[int, int],
-    lengths: list[int],
+    number: int, blocks: Sequence[int], uses: Counter[int], runs: dict[int, int], lengths: list[int]
 ) -> tuple[int, ...]:
     """The runs of a prompt; new ones are added to `runs`, by their first block, and `lengths`."""
     path = []
