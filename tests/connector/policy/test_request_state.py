@@ -443,6 +443,27 @@ def test_a_part_of_a_block_that_was_found_after_a_reset_may_be_older() -> None:
     assert request_state.is_outdated
 
 
+@pytest.mark.parametrize("older", ["", "the part", "what is before it"])
+def test_a_copy_of_a_part_of_a_block_is_as_old_as_the_block(older: str) -> None:
+    """It lies where another had computed since, and so does what an older one goes on with."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table.reset()
+    since = [3, 9, *[5] * (older != "the part"), *[8] * (older != "what is before it")]
+    ended = table.of(FakeRequest("ended", 4 * len(since)))
+    step: Any = FakeStep({"ended": 4 * len(since)}, FakeNewRequest("ended", 0, (since,)))
+    table.begin_step(step)
+    table.forget(ended.request)
+    found = table.of(FakeRequest("r", 12, [b"a", b"b", b"c"]))
+    step = FakeStep({"r": 6}, FakeNewRequest("r", 6, ([8, 9, 2],)))
+    step.kv_cache_block_copies = [SimpleNamespace(src_block_id=5, dst_block_id=9)]
+    table.begin_step(step)
+    assert found.is_outdated == bool(older)
+    table.forget(found.request)
+    other = table.of(FakeRequest("o", 8, [b"b", b"d"]))
+    table.begin_step(FakeStep({"o": 4}, FakeNewRequest("o", 4, ([9, 7],))))
+    assert other.is_outdated == bool(older)
+
+
 def test_where_prompts_alone_are_stored_an_answer_completes_no_block() -> None:
     table = RequestTable(EngineInfo({}, 4, 4, 100), store="prompt")
     table.of(FakeRequest("r", 8, [b"a", b"b", b"c"]))

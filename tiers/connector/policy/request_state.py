@@ -458,7 +458,10 @@ class RequestTable:
         """Take in what a step runs; it is `step` until the next one."""
         overwritten, self._allocated = self._allocated, set()
         copies: Sequence[BlockCopy] = getattr(output, "kv_cache_block_copies", None) or ()
-        overwritten.update(copy.dst_block_id for copy in copies)
+        for copy in copies:
+            overwritten.add(copy.dst_block_id)
+            if (since := self._computed_since) is not None:  # it is as old as what is copied
+                (since.add if copy.src_block_id in since else since.discard)(copy.dst_block_id)
         self.step = EngineStep([], overwritten, set(), copies)
         states = self._states_left(output)
         tokens, add_written = self.engine.block_tokens, self.groups.add_written
@@ -549,8 +552,7 @@ class RequestTable:
         # Of a prompt that was loaded whole the engine computes the last token once more.
         stop = (before + 1) // self.engine.block_tokens
         loads = request_state.load_range
-        parts = (range(min(loads.start, stop)), range(loads.stop, stop))
-        return tuple(filter(None, parts))
+        return tuple(filter(None, (range(min(loads.start, stop)), range(loads.stop, stop))))
 
     def _note_older(self, request_state: RequestState, before: int, begins: bool) -> None:
         """Note what a step computes since a reset, and a request that begins with blocks of which
@@ -560,13 +562,13 @@ class RequestTable:
         if begins:
             if request_state.load_range is not NO_BLOCKS:  # what is behind these is loaded
                 before = min(before, request_state.choice.computed)
-            before = -(-before // tokens) * tokens  # of a block it may have found a part
-        self.groups.add_written(written, request_state.tables, before)
-        if begins:
+            whole = -(-before // tokens) * tokens  # of a block it may have found a part
+            self.groups.add_written(written, request_state.tables, whole)
             found = set().union(*request_state.tables) - written - {NULL_BLOCK}
             if not (request_state.is_outdated or found <= self._computed_since):
                 request_state.is_outdated = True
                 self._outdated += 1
+        self.groups.add_written(written, request_state.tables, before)
         if request_state.is_outdated:
             self._computed_since -= written
         else:
