@@ -32,7 +32,7 @@ PAYLOAD = 4096
 SPACE = bytes.fromhex("0ae20f786aa45b3d5dd9b9e100f9adb3")
 KEYS = [SPACE + bytes(range(number, number + 32)) for number in range(3)]
 FORMS = {
-    ("namespace", 1, 4): "526f27e25d9b961dff089e1537d36905",
+    ("namespace", 1, 5): "c6373f85ac8aa0ef6817b829966b18d0",
     ("redis", 1): "eeb7d2e785312b4e87bef83ae14a06bb",
     ("disk's index", 3, 1): "30ae1ea5c68b8d33593fc3d0966ccee0",
     ("disk's owner", 3): "8d68ec3a81ef3cdb9b383c7bcfbad48e",

@@ -21,7 +21,7 @@ from tiers.errors import OtherFormat, RecordError
 
 FORMAT_VERSION = 1
 """Part of each namespace, so that engines of two formats do not meet each other's records."""
-KV_REVISION = 4
+KV_REVISION = 5
 """Part of each namespace, too: raised when KV that was stored before may be wrong, by a mistake of
 ours that was mended since. Nothing else tells such blocks from right ones."""
 NAMESPACE_BYTES = 16

@@ -438,7 +438,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
             MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        require_worker(self._worker)
+        require_worker(self._worker, this_worker())
         fill_scales(self._vllm_config)
         super().register_kv_caches(kv_caches)
 

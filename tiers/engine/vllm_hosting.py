@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -32,15 +34,23 @@ from tiers.contract.protocols import Request
 from tiers.contract.weight_reports import WeightOrders, Weights
 from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.identity.facts import SOURCES, config_facts, layer_facts
-from tiers.engine.model_weights import ModelWeights
+from tiers.engine.model_weights import ModelWeights, before_calls
 from tiers.engine.vllm_groups import (
+    goes_on_right,
     known_groups,
     overwrites_early,
     refuse_mistaken_states,
     refuse_model,
 )
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_watch import before_resets, caller, fill_scales, warn_of_hashes
+from tiers.engine.vllm_watch import (
+    before_resets,
+    caller,
+    fill_scales,
+    require_worker,
+    this_worker,
+    warn_of_hashes,
+)
 from tiers.records import NamespaceNote
 
 if TYPE_CHECKING:
@@ -91,7 +101,7 @@ class HostingEngine:
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in spec.config.groups]),
         }
         ask = self._executor.collective_rpc
-        ask(fill_scales_of_worker)
+        ask(prepare_worker)
         self._late = late_facts(config, salt, lambda: facts_of_all(ask(facts_of_worker)))
         self._model = str(config.model_config.model)
         self._ranks = int(getattr(spec.config.parallel, "world_size", 1))
@@ -103,7 +113,9 @@ class HostingEngine:
                 "the model's weights are being identified, beside the engine's work. Until that is "
                 "done, nothing is stored in, or loaded from, a store"
             )
-        before_resets(scheduler, self._outdate, self._was_reset)
+        before_resets(scheduler, self._outdate, partial(self._was_reset, scheduler))
+        self._goes_on_right = goes_on_right(config, _has_states(config.model_config))
+        self._watch_requests(scheduler)
         self._seen = self._executor.collective_rpc(weights_of_worker)
         self._is_compared = True
         self._watch_calls(core)
@@ -178,7 +190,7 @@ class HostingEngine:
     def _weights_here(self) -> Weights:
         """The weights of a worker of this process, which code beside the engine may write. Those of
         other processes change by calls of their workers alone, and are not looked at."""
-        if self._executor.collective_rpc(process_of_worker) != [os.getpid()]:
+        if self._executor.collective_rpc(lambda worker: os.getpid()) != [os.getpid()]:
             return Weights()
         (weights,) = self._executor.collective_rpc(sampled_weights)
         return cast(Weights, weights)
@@ -186,15 +198,11 @@ class HostingEngine:
     def _watch_calls(self, core: Any) -> None:
         """Compare the weights after each call that a client makes to the workers; if it failed, as
         on some of them, after the next step."""
-        call = core.collective_rpc
 
-        def calling(*args: Any, **kwargs: Any) -> Any:
+        def begins() -> None:
             self._is_compared = False
-            answer = call(*args, **kwargs)
-            self._compare()
-            return answer
 
-        core.collective_rpc = calling
+        before_calls(core, "collective_rpc", begins, lambda _: self._compare())
 
     def _watch_steps(self, name: str) -> None:
         """Note whether a step fails, at once or when its future ends."""
@@ -256,18 +264,39 @@ class HostingEngine:
         connector.get_num_new_matched_tokens = looking_up
         connector.update_state_after_alloc = beginning
 
-    def _was_reset(self, succeeded: bool) -> None:
-        """An engine whose blocks are in use keeps them, although its connector was reset."""
-        if not succeeded:
+    def _was_reset(self, scheduler: Any, succeeded: bool) -> None:
+        """An engine whose blocks are in use keeps them, although its connector was reset; and one
+        of its requests may have blocks of wrong names again."""
+        if not (succeeded and all(map(self._has_right_names, scheduler.requests.values()))):
             self._outdate()
+
+    def _has_right_names(self, request: Any) -> bool:
+        """Whether all blocks of a request are of the tokens that their hashes say."""
+        return self._goes_on_right or not getattr(request, "resumable", False)
+
+    def _watch_requests(self, scheduler: Any) -> None:
+        """Serve and keep nothing once blocks come that have wrong names: others find them."""
+        add = scheduler.add_request
+
+        def adding(request: Any) -> Any:
+            if not self._has_right_names(request):
+                self._outdate()
+            return add(request)
+
+        scheduler.add_request = adding
 
     def _outdate(self) -> None:
         self._is_outdated = True
         logger.info(
-            "the engine's prefix cache is reset, or its weights have changed: the hosted tiers "
-            "serve and keep nothing from now on, but after a reset with reset_connector=True that "
-            "answers True"
+            "the engine's prefix cache is reset, its weights have changed, or a request goes on "
+            "after its answer, which this vLLM names wrongly: the hosted tiers serve and keep "
+            "nothing from now on, but after a reset with reset_connector=True that answers True"
         )
+
+
+def _has_states(model: Any) -> bool:
+    # Of some models with images, such as Qwen3.5, vLLM reports the second alone.
+    return bool(model.has_inner_state or model.is_hybrid)
 
 
 def load_room(config: VllmConfig, scheduler: Any) -> LoadRoom:
@@ -290,9 +319,14 @@ def load_room(config: VllmConfig, scheduler: Any) -> LoadRoom:
     return room
 
 
-def fill_scales_of_worker(worker: Any) -> None:
-    """On a worker: see `fill_scales`."""
-    fill_scales(_inside(worker).vllm_config)
+def prepare_worker(worker: Any) -> None:
+    """On a worker: see `fill_scales` and `require_worker`. Raises ValueError if its connector is
+    another engine's."""
+    worker, connector = _inside(worker), get_kv_transfer_group()
+    if connector._vllm_config is not worker.vllm_config:
+        require_worker(connector, worker)
+    before_calls(connector, "register_kv_caches", lambda: require_worker(worker, this_worker()))
+    fill_scales(worker.vllm_config)
 
 
 def facts_of_worker(worker: Any) -> dict[str, str]:
@@ -313,11 +347,6 @@ def weights_of_worker(worker: Any) -> list[bytes]:
     """On a worker: return what differs once its weights have changed."""
     weights = sampled_weights(worker)
     return [weights.look(part).seen() for part in range(weights.parts)]
-
-
-def process_of_worker(worker: Any) -> int:
-    """On a worker: return the number of its process."""
-    return os.getpid()
 
 
 def sampled_weights(worker: Any) -> ModelWeights:
@@ -370,8 +399,7 @@ def refuse_engine(
             "Runner V2 may overwrite that while OffloadingConnector still reads it: start vLLM "
             "with VLLM_USE_V2_MODEL_RUNNER=0, or use KVTiersConnector."
         )
-    # Of some models with images, such as Qwen3.5, vLLM reports the second alone.
-    if (model.has_inner_state or model.is_hybrid) and extra_config.get("sync_load_budget_bytes"):
+    if _has_states(model) and extra_config.get("sync_load_budget_bytes"):
         raise ValueError(
             f"{model.model} has recurrent layers: with sync_load_budget_bytes vLLM reads their "
             "states before it loads them, and answers wrongly. Leave that key out of "

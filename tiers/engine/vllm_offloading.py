@@ -29,7 +29,6 @@ from tiers.engine.vllm_hosting import HostingEngine
 from tiers.engine.vllm_region import ENGINE, NamedRegion
 from tiers.engine.vllm_secondary_tier import KVTiersStore as KVTiersStore
 from tiers.engine.vllm_secondary_tier import refuse_unhosted
-from tiers.engine.vllm_watch import require_worker, this_worker
 from tiers.errors import TierUnusable
 
 if TYPE_CHECKING:
@@ -159,7 +158,6 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
         more = {"extra_config": {**config.extra_config, **settings}}
         super().__init__(replace(config, engine_id=ENGINE + config.engine_id, **more))
         self._named: NamedRegion | None = None
-        self._first = this_worker()
         if not self._rows:
             size = format_size(settings["cpu_bytes_to_use"])
             raise TierUnusable(f"host memory of {size} over all ranks is less than one block")
@@ -189,7 +187,6 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Make vLLM's own worker. It has none for its CPU platform, and raises what says so."""
-        require_worker(self._first)
         self._region()
         worker = super().get_worker(kv_caches)
         if (region := getattr(worker, "_mmap_region", None)) is not None:

@@ -360,8 +360,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             while True:
                 some = job.parts.popleft()
                 blocks = self._blocks(job, some)
-                loaded = store.get(blocks)
-                answers = zip(some, loaded, blocks, strict=True)
+                answers = zip(some, store.get(blocks), blocks, strict=True)
                 arrived = [
                     name
                     for (name, row), is_loaded, block in answers

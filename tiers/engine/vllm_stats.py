@@ -65,10 +65,9 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
         for name, theirs in other.data.items():
             if isinstance(theirs, dict):
                 merge(self.data.setdefault(name, {}), theirs)
-            elif name in self.data:
-                self.data[name] = self.data[name].aggregate(theirs)
             else:
-                self.data[name] = theirs
+                mine = self.data.get(name)
+                self.data[name] = theirs if mine is None else mine.aggregate(theirs)
         self.makers.update(getattr(other, "makers", {}))
         return self
 

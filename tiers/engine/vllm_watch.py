@@ -71,11 +71,11 @@ def this_worker() -> Any:
     return caller(WorkerBase)
 
 
-def require_worker(first: Any) -> None:
-    """Raise ValueError if another worker than the `first` registers its KV: vLLM has one connector
-    in a process, and hands it to each engine that starts there. It would copy the first one's KV.
-    """
-    if this_worker() not in (None, first):
+def require_worker(first: Any, now: Any) -> None:
+    """Raise ValueError if `now` another worker than the `first` registers its KV: vLLM has one
+    connector in a process, and hands it to each engine that starts there. It would copy the first
+    one's KV."""
+    if now not in (None, first):
         raise ValueError(
             "this process has another engine, or one whose start failed, and kvtiers copies its "
             "KV: shut that one down before, or start this one in a process of its own; "
@@ -115,8 +115,7 @@ def fill_scales(vllm_config: Any) -> None:
 def copies_in_step(vllm_config: VllmConfig) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
     that sleeps, and does not announce it as 0.33 does, waits for its device alone."""
-    announced = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-    return _sleeps(vllm_config) and not announced
+    return _sleeps(vllm_config) and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def _sleeps(vllm_config: VllmConfig) -> bool:

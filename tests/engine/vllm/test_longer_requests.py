@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.vllm.checkpoints import write_drafter
-from tests.engine.vllm.tiny_vllm import LLAMA, Batch, Run, documents
+from tests.engine.vllm.tiny_vllm import LLAMA, Batch, Run, documents, hosted
 from tests.engine.vllm.vllm_chains import COMPLETE, IN_PROCESS, ONE_BY_ONE
 from tests.support.compatibility import engine_version
 
@@ -117,3 +117,21 @@ def test_what_others_find_of_a_prompt_that_went_on_is_not_stored_under_what_was_
     run = run_vllm([[session], *asked], small_chain(tmp_path), **options)
     assert run.tokens[2] == plain.tokens[1]
     assert run.count("cpu", "stored_blocks") > 0
+
+
+def test_prompts_that_go_on_leave_nothing_in_hosted_tiers_where_vllm_keeps_what_it_dropped(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    first, part, end, other = documents(4, 63)
+    session = (first[1:], 2, {"more": [part], "sampling": {"allowed_token_ids": [11]}})
+    history = [*first[1:], 11, 11]
+    few: dict[str, Any] = {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 60}
+    asked: Batch = [([*history, *other], 8)]
+    plain = run_vllm([asked], **few, **IN_PROCESS)
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    tiers = {"kv_transfer_config": hosted({"type": "cpu", "capacity": "16MiB"}, disk)}
+    batches = [[session], [([*history, *end], 8)]]
+    run_vllm(batches, is_async=True, settled=True, **tiers, **few)
+    run = run_vllm([asked], **tiers, **few, **IN_PROCESS)
+    assert run.tokens == plain.tokens
+    assert (run.cached[0] > [0]) == (engine_version() >= "0.32")

@@ -290,6 +290,31 @@ def test_nothing_is_served_or_kept_after_a_step_that_failed(how: str) -> None:
     assert engine.is_outdated == (how != "ends well")
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_nothing_is_served_or_kept_behind_a_request_that_goes_on_under_wrong_names(
+    right: bool,
+) -> None:
+    """Until a reset when there is none: one that is preempted by a reset computes all again."""
+    from tiers.engine.vllm_hosting import HostingEngine
+
+    engine: Any = object.__new__(HostingEngine)
+    engine._executor, engine._goes_on_right = SimpleNamespace(is_sleeping=False), right
+    engine._has_failed = engine._is_outdated = False
+    engine._has_looked = engine._is_compared = True
+    scheduler: Any = SimpleNamespace(requests={}, add_request=lambda request: "added")
+    engine._watch_requests(scheduler)
+    assert scheduler.add_request(SimpleNamespace(resumable=False)) == "added"
+    assert not engine.is_outdated
+    scheduler.requests["r"] = session = SimpleNamespace(resumable=True)
+    assert scheduler.add_request(session) == "added"
+    assert engine.is_outdated != right
+    for there, succeeded in ((True, True), (False, False), (False, True)):
+        engine._is_outdated = False
+        scheduler.requests = {"r": session} if there else {}
+        engine._was_reset(scheduler, succeeded)
+        assert engine.is_outdated == (not succeeded or (there and not right))
+
+
 def settings_of(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
     """What vLLM's own spec is given for a chain, with blocks of 1 MiB."""
     from tiers.engine.vllm_offloading import vllm_settings

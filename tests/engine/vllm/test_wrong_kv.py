@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.vllm.tiny_vllm import GEMMA, LLAMA, MISTRAL, Run, documents, hosted
+from tests.engine.vllm.tiny_vllm import (
+    GEMMA,
+    LLAMA,
+    MISTRAL,
+    Run,
+    documents,
+    hosted,
+    under_own_spec,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -50,13 +58,18 @@ def test_wrong_kv_changes_answers(
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("is_hosted", [False, True])
+@pytest.mark.parametrize("by", ["ours", "hosted", "a store"])
 def test_a_second_engine_of_a_process_is_refused(
-    run_vllm: Callable[..., Run], is_hosted: bool
+    run_vllm: Callable[..., Run], tmp_path: Path, by: str
 ) -> None:
     """vLLM would hand it the first one's connector, which copies the first one's KV."""
     cpu = {"type": "cpu", "capacity": "64MiB"}
-    chain = {"kv_transfer_config": hosted(cpu)} if is_hosted else {"tiers": [cpu]}
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    is_hosted = by != "ours"
+    chain: dict[str, Any] = {"tiers": [cpu]}
+    if is_hosted:
+        transfer = hosted(cpu) if by == "hosted" else under_own_spec(disk, 64 << 20)
+        chain = {"kv_transfer_config": transfer}
     run = run_vllm(
         PROMPTS * 2,
         enable_prefix_caching=is_hosted,

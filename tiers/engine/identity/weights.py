@@ -104,8 +104,7 @@ def _files(path: Path) -> Source:
         return Source(files=(path,))
     # Whatever can't be looked at would else be no part of the identity.
     below = sorted(one for name in FOLDERS for one in path.glob(name) if one.is_dir())
-    folders = [path, *below]
-    every = [one for folder in folders for one in sorted(folder.iterdir())]
+    every = [one for folder in [path, *below] for one in sorted(folder.iterdir())]
     files = [one for one in every if (at := found_at(one)) and S_ISREG(at.st_mode)]
     if not any(p.suffix in WEIGHTS for p in files):
         raise NoIdentity("are in no file of the model's folder")
