@@ -161,6 +161,23 @@ def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     assert len(store.blocks) == known + 2
 
 
+@pytest.mark.parametrize("name", ["__bench_", "__bench_kv_seed_3_0", "__kvwarm_chain_0"])
+def test_what_a_worker_of_dynamo_measures_itself_by_is_neither_loaded_nor_stored(
+    engine: MakeEngine, store: TroubledStore, name: str
+) -> None:
+    """Its next start asks the same, and ends where it is told of more than it computed itself."""
+    made = engine(ChainSpec(version=1, load_when="always", tiers=(SlowSpec(type="slow"),)))
+    prompt = list(range(50))
+    made.generate(prompt, 1)
+    made.settle()
+    asked, known = store.asked, len(store.blocks)
+    made.scheduler.pool.forget_all()
+    request = made.add([*prompt, *range(100, 108)], 1, name=name)
+    made.run()
+    made.settle()
+    assert (store.asked, len(store.blocks)) == (asked, known) and request.loaded_tokens == 0
+
+
 def test_a_tier_that_is_paused_or_leaves_is_asked_about_no_request(
     store: TroubledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ from tiers.engine.vllm_children import (
     following,
     identity,
     load_policy,
+    others_shake_hands,
     refuse_groups,
 )
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
@@ -253,21 +254,11 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
             for one in child_transfers(extra_config, kv_role="kv_both")
         )
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
-        return rebuild(data)
+    build_kv_connector_stats = staticmethod(rebuild)
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVTiersPromMetrics:
-        tiers = configured_tiers(vllm_config)
-        args = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        return KVTiersPromMetrics(*args, tiers)
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: *tuple[Any, Any, Any]) -> Any:
+        return KVTiersPromMetrics(vllm_config, *args, configured_tiers(vllm_config))
 
     def _listed(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -428,6 +419,8 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
     ) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._worker = this_worker()
+        whole = getattr(self._worker, "vllm_config", vllm_config).kv_transfer_config
+        self._is_silent = whole is not vllm_config.kv_transfer_config and others_shake_hands(whole)
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
@@ -441,6 +434,10 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         require_worker(self._worker, this_worker())
         fill_scales(self._vllm_config)
         super().register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        """Beside NIXL none: the scheduler learns the same with the first step."""
+        return None if self._is_silent else super().get_handshake_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
 
 from spec.chain import LOAD_POLICIES, LoadPolicy, name_clashes, resolve_names
 
@@ -86,6 +86,14 @@ def child_class(transfer: KVTransferConfig) -> type[Any]:
     if cls.__name__ == "KVTiersConnector" and "connectors" in transfer.kv_connector_extra_config:
         raise ValueError("connectors of connectors: list them all in the outer one")
     return cls
+
+
+def others_shake_hands(transfer: KVTransferConfig) -> bool:
+    """Whether a connector that an engine lists has a handshake, ours apart: vLLM's MultiConnector
+    gives the first one's to all, and NIXL's ends the start with any other."""
+    listed = child_transfers(transfer.kv_connector_extra_config, kv_role="kv_both")
+    shakes = {KVConnectorFactory.get_connector_class(o).get_handshake_metadata for o in listed}
+    return shakes > {KVConnectorBase_V1.get_handshake_metadata}
 
 
 def made_by(maker: Mapping[str, Any]) -> type[Any]:

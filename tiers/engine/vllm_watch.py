@@ -66,9 +66,8 @@ def waker() -> Callable[[], None]:
     return wake
 
 
-def this_worker() -> Any:
-    """Return the worker that is making its connector; None: it can't be seen."""
-    return caller(WorkerBase)
+this_worker = partial(caller, WorkerBase)
+"""Returns the worker that is making its connector; None: it can't be seen."""
 
 
 def require_worker(first: Any, now: Any) -> None:
@@ -150,8 +149,7 @@ def _allocator() -> Any:
 
 
 def worker_weights() -> Weights:
-    worker = this_worker()
-    if worker is not None:
+    if (worker := this_worker()) is not None:
         return ModelWeights(worker)
     logger.warning(
         "kvtiers does not see this engine's weights: after each change of them, reset its prefix "

@@ -61,7 +61,8 @@ def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[
     for place, view in sorted(enumerate(views), key=lambda one: (one[1].stride(), _start(one[1]))):
         room = _start(view) - _start(pages[-1]) if pages else 0
         if pages and pages[-1].stride() == view.stride() and room < pages[-1].shape[1]:
-            pages[-1] = _longer(pages[-1], room + view.shape[1])
+            last, size = pages[-1], max(room + view.shape[1], pages[-1].shape[1])
+            pages[-1] = last.as_strided((last.shape[0], size), last.stride())
             places[-1] = min(places[-1], place)
         else:
             pages.append(view)
@@ -72,11 +73,6 @@ def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[
 def _start(view: torch.Tensor) -> int:
     """Where its first block begins, in bytes; on the meta device, which has no addresses, too."""
     return view.untyped_storage().data_ptr() + int(view.storage_offset()) * view.element_size()
-
-
-def _longer(page: torch.Tensor, size: int) -> torch.Tensor:
-    """The page with as many bytes of each block, or with as many as it has."""
-    return page.as_strided((page.shape[0], max(size, page.shape[1])), page.stride())
 
 
 def layout_digest(kv_caches: Mapping[str, torch.Tensor], pages: Sequence[torch.Tensor]) -> str:

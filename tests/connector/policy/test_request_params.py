@@ -184,7 +184,7 @@ def test_a_request_that_says_nothing_has_no_limits(
     caplog: pytest.LogCaptureFixture, params: Any
 ) -> None:
     assert read(caplog, FakeRequest(kv_transfer_params=params)) == (UNLIMITED, "")
-    other: Any = object()
+    other: Any = SimpleNamespace(request_id="r")
     assert read(caplog, other) == (UNLIMITED, ""), "engines without such parameters"
 
 

@@ -155,6 +155,31 @@ def test_what_one_node_computes_the_other_finds_in_the_next_turn(
     wait_until_nothing_is_kept(pair)
 
 
+@pytest.mark.parametrize("first", ["ours", "NixlConnector"])
+def test_under_vllms_multi_connector_either_comes_first(
+    start: Start,
+    shared_server: RedisServer,
+    tmp_path: Path,
+    run_vllm: Callable[..., Run],
+    first: str,
+) -> None:
+    """Dynamo takes no other that lists both. It gives the first one's handshake to all."""
+    tier = {"type": "redis", "url": shared_server.url, "timeout": "30s"}
+    config = apart({**tier, "key_prefix": str(tmp_path)}) | {"kv_connector": "MultiConnector"}
+    inherited = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    listed = [{**one, **inherited} for one in config["kv_connector_extra_config"]["connectors"]]
+    listed[0].pop("name")
+    listed.sort(key=lambda one: one["kv_connector"], reverse=first != "ours")
+    pair = start((36, 64), *[{**config, "kv_connector_extra_config": {"connectors": listed}}] * 2)
+    for node in pair.nodes:
+        node.ask([3], 1, {})  # the tiers open with the first step
+    turns = conversations(pair, 2)
+    assert is_as_of_one_engine(run_vllm, turns)
+    measured = [node.measured(PULLED) for node in pair.nodes]
+    assert measured[1]["total"][PULLED] > 0
+    assert sum(one["tiers"]["redis"]["stored_blocks"] for one in measured) == 2 * full(2 * TURN)
+
+
 @pytest.mark.fault
 def test_the_decode_node_has_what_was_said_from_tiers_and_pulls_just_the_rest(
     start: Start, tmp_path: Path, run_vllm: Callable[..., Run]

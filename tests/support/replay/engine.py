@@ -114,10 +114,11 @@ class ReplayEngine(plain.ReplayEngine):
         max_tokens: int = 4,
         salt: str = "",
         kv_transfer_params: dict[str, Any] | None = None,
+        name: str = "",
         **more: Any,
     ) -> ReplayRequest:
         """Queue a request; `more`: its other fields. Raises ValueError if it can never fit."""
-        name, size = f"request-{next(self._ids)}", self.model.block_tokens
+        name, size = name or f"request-{next(self._ids)}", self.model.block_tokens
         asked = list(prompt), max_tokens, size, salt, kv_transfer_params
         request = ReplayRequest(name, *asked, **more)
         blocks = -(-(request.num_tokens + max_tokens) // size)

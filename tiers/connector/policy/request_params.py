@@ -32,6 +32,8 @@ MAX_NAME = 512
 NO_LIMITS = (HINTS, CACHED, WEIGHTS)
 KV_HINT = "kv_hint"
 """The entry of `kv_transfer_params` in which Dynamo passes its envelope on to an engine."""
+MEASURING = "__bench_", "__kvwarm_"
+"""How Dynamo's `--benchmark-mode` names its requests: some begin with KV that nobody computed."""
 VERSION = "1"
 """Of our actions, where an engine's envelope names one for each."""
 MAX_TTL = 86_400.0
@@ -209,6 +211,8 @@ class RequestReader:
         A request that may not use its engine's own cached prefixes (prompt log-probabilities need
         every token computed) loads none either.
         """
+        if request.request_id.startswith(MEASURING):
+            return NOTHING
         entry, limits = entry_of(request), UNLIMITED
         if isinstance(entry, dict) and len(entry) <= MAX_ITEMS:
             entry = {key: value for key, value in entry.items() if key not in NO_LIMITS}
