@@ -257,8 +257,11 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
     build_kv_connector_stats = staticmethod(rebuild)
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: *tuple[Any, Any, Any]) -> Any:
-        return KVTiersPromMetrics(vllm_config, *args, configured_tiers(vllm_config))
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KVTiersPromMetrics:
+        args = vllm_config, metric_types, labelnames, per_engine_labelvalues
+        return KVTiersPromMetrics(*args, configured_tiers(vllm_config))
 
     def _listed(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

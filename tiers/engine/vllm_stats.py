@@ -74,9 +74,8 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
     def reduce(self) -> dict[str, Any]:
         """Return what a log line shows: one text of all tiers, and the stats of other connectors by
         their name."""
-        line: dict[str, Any] = dict(TierStats(self._tiers()).reduce())
-        line.update({name: stats.reduce() for name, stats in self._others()})
-        return line
+        others = {name: stats.reduce() for name, stats in self._others()}
+        return {**TierStats(self._tiers()).reduce(), **others}
 
     def is_empty(self) -> bool:
         return TierStats(self._tiers()).is_empty() and all(s.is_empty() for _, s in self._others())
@@ -181,8 +180,7 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if "kv_connector" in value:
-                other = self._others.get(name)
-                if other is not None:
+                if (other := self._others.get(name)) is not None:
                     other.observe(value["stats"], engine_idx)
                 continue
             if STATE in value or TENANT in name or name.endswith(CHAIN):  # no ghost

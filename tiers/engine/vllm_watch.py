@@ -41,8 +41,7 @@ def caller(kind: type) -> Any:
     connector neither its worker nor its scheduler."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, kind):
+        if isinstance(owner := frame.f_locals.get("self"), kind):
             return owner
         frame = frame.f_back
     return None
