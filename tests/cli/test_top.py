@@ -253,6 +253,26 @@ def test_names_move_no_cursor_and_are_no_markup(serve: Callable[..., Path], tmp_
     play(tmp_path / "control", script)
 
 
+def test_what_was_loaded_is_not_cut_where_requests_scroll(
+    serve: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A number that lost its last digits would be read as another."""
+    times = dict.fromkeys(top_screen.WAITS, 100.0)
+    loaded = {"cpu": 256, "disk": 352}
+    attempt = {"own_cache": 0, "computed": 38, "loaded": loaded, "milliseconds": times}
+    account = {"state": "length_capped", "prompt_tokens": 646, "attempts": [attempt]}
+    accounts = [{**account, "request": f"chatcmpl-{n:08}"} for n in range(30)]
+    serve("a", STATUS.model_dump(mode="json"), accounts)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        lines = await shows(pilot, "length_capped")
+        shown = [line for line in lines if "length_capped" in line]
+        assert shown and all("cpu 256, disk 352" in line for line in shown), shown
+
+    play(tmp_path / "control", script)
+
+
 @pytest.mark.parametrize("status", [{"version": "9"}, [], None])
 def test_a_status_of_another_version_is_named(
     serve: Callable[..., Path], tmp_path: Path, status: object

@@ -270,7 +270,8 @@ class Top(App[None]):
         self._no_requests.show(seen.no_requests or none)
         for table, accounts in ((self._last, last), (self._slowest, slowest)):
             table.display = bool(accounts)
-            table.fill({key: request_row(account) for key, account in accounts.items()}, width)
+            rows = {key: request_row(account) for key, account in accounts.items()}
+            table.fill(rows, width - table.styles.scrollbar_size_vertical)
 
 
 def problem(seen: Watched, now: float) -> str:
