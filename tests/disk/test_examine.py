@@ -153,6 +153,21 @@ def test_a_damaged_index(tmp_path: Path) -> None:
     assert "it will start empty" in findings(tmp_path / "kv")["note"][0]
 
 
+def test_a_slab_that_was_cut(tmp_path: Path) -> None:
+    """What the next engine empties is not said to be held."""
+    with stored(tmp_path / "kv"):
+        assert not any("cut" in line for line in findings(tmp_path / "kv").get("note", []))
+    (slab,) = (tmp_path / "kv").glob("slab-*.dat")
+    os.truncate(slab, slab.stat().st_size // 2)
+    before = everything(tmp_path / "kv")
+    found = findings(tmp_path / "kv")
+    assert "it will start empty" in found["note"][0] and "are cut or gone" in found["note"][0]
+    assert not any("it holds" in line for line in found["fine"])
+    slab.unlink()
+    assert "are cut or gone" in findings(tmp_path / "kv")["note"][0]
+    assert not slab.exists() and [*before][:-1] == [*everything(tmp_path / "kv")]
+
+
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mount a file system on a folder until the test ends."""

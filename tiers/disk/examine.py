@@ -19,6 +19,7 @@ from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, require_suitable
 from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index import mapped
+from tiers.disk.index.edit import Edit
 from tiers.disk.index.index import LEAST_AHEAD, Damaged, Index, translated
 from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
 from tiers.disk.slab import Access, choose_direct
@@ -109,6 +110,10 @@ def _held(folder: Folder, capacity: int, access: Access) -> Generator[DoctorFind
         if why := compared.why_wiped(owners):
             raise Damaged(why)
         with translated(folder.path), closing(Index(folder.index, is_ours=is_ours)) as index:
+            with index.begin() as txn:
+                cut = folder.cut_slabs(Edit(txn, index.tables, b"").lengths())
+            if cut and not (owners.alive or owners.cut):
+                raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
             usage = index.usage()
     except Damaged as error:
         yield DoctorFinding("note", f"it will start empty: {error}", "nothing", _LOST)

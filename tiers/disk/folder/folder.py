@@ -30,14 +30,14 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from tiers.concurrency.file_locks import acquire, opened, release
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
-from tiers.paths import foreign, mount_of
+from tiers.paths import foreign, found_at, mount_of
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +182,15 @@ class Folder:
     def shared_files(self) -> list[Path]:
         """The files that all processes share that have the folder open."""
         return [self.index, self.index_lock, self.lock, *self.path.glob("slab-*.dat")]
+
+    def cut_slabs(self, lengths: Mapping[int, int]) -> list[int]:
+        """Of slot sizes those whose file has fewer slots than so many, or is gone."""
+        found = {size: found_at(self.path / f"slab-{size}.dat") for size in lengths}
+        return [
+            at
+            for at, is_there in found.items()
+            if not is_there or is_there.st_size // at < lengths[at]
+        ]
 
     def _unwritable(self, error: OSError) -> TierNotOpen:
         return TierNotOpen(

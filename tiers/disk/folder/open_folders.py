@@ -157,18 +157,18 @@ def _open_files(
             clean_close.remove(folder)
         with opened.edit() as edit:
             if not owners.alive:
-                _restore_files(edit, slabs, owners.cut)
+                _restore_files(edit, slabs, folder, owners.cut)
             living = owners.alive | {owner.id}
             orphans = [item for item in edit.reservations().items() if item[1] not in living]
         undo.pop_all()
         return opened, owners, orphans
 
 
-def _restore_files(edit: Edit, slabs: Slabs, is_cut: bool) -> None:
+def _restore_files(edit: Edit, slabs: Slabs, folder: Folder, is_cut: bool) -> None:
     """Lengthen slab files that a power cut left shorter than the index says: records in the added
     slots will not verify. Raises Damaged if there was none (see `Owners.cut`)."""
     lengths = edit.lengths()
-    cut = [size for size, length in lengths.items() if slabs[size].slots() < length]
+    cut = folder.cut_slabs(lengths)
     if cut and not is_cut:
         raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
     for size in cut:
