@@ -115,6 +115,28 @@ def test_a_folder_that_others_may_write_to(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("how", ["never", "always"])
+def test_a_server_that_is_full_and_evicts_nothing(
+    engine: MakeEngine,
+    tmp_path: Path,
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+) -> None:
+    """Wherever blocks are stored from: it is a server's own default, and lasts."""
+    caplog.set_level(logging.WARNING)
+    made = engine(chain_of(redis(server, tmp_path, name="full", store_process=how)))
+    serve_until(made, lambda: state(made, "full") == "open")
+    client = server.client()
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + (64 << 10))
+    serve_until(made, lambda: state(made, "full") == "degraded")
+    assert measured(made, "writes_up", "full") == 1
+    assert any("maxmemory-policy allkeys-lru" in line for line in trouble(caplog))
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    serve_until(made, lambda: state(made, "full") == "open")
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_is_not_there_and_comes(
     engine: MakeEngine,

@@ -132,8 +132,9 @@ STATE = "tier_state"
 STATE_MEANS = (
     "1 for the state of the tier, 0 for the others. opening: its first opening has not ended. "
     "open: it works. degraded: it works in part: reads or writes are down, on some rank perhaps, "
-    "it can't hold its capacity, others may write to its folder, its policy has failed, the CUDA "
-    "driver refuses batched copies, no process beside can be had, or a step of the engine failed. "
+    "it can't hold its capacity, a Redis is full and evicts nothing, others may write to its "
+    "folder, its policy has failed, the CUDA driver refuses batched copies, no process beside can "
+    "be had, or a step of the engine failed. "
     "down: it does not work now and is tried again. refused: it can't be used as it is configured. "
     "detached: it was taken out of the chain."
 )

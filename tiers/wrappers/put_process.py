@@ -35,6 +35,7 @@ from tiers.store import (
     Resizable,
     StoreWrapper,
     TierStore,
+    Warns,
     each,
     required,
     time_left,
@@ -138,6 +139,11 @@ class PutsApart(StoreWrapper):
         process, here = self._process or self._before, required(self._inner, Counts).counts()
         return here if process is None else _sum(here, process.counts)
 
+    def warning(self) -> str:
+        """The store's own, or what the process's one said when it last put."""
+        here, process = required(self._inner, Warns).warning(), self._process
+        return here or ("" if process is None else process.warning)
+
     def resize(self, capacity: int) -> None:
         required(self._inner, Resizable).resize(capacity)
         self._spec = self._spec.model_copy(update={"capacity": capacity})
@@ -170,6 +176,7 @@ class _Process(Beside):
         settings = _settings(spec)
         self.counts = self._earlier = earlier
         """What their stores have counted so far."""
+        self.warning = ""
         self._payload_bytes = site.payload_bytes
         self.rows: list[int] = []
         """Addresses in its memory for each block of a batch, once it is open."""
@@ -247,6 +254,7 @@ class _Process(Beside):
             logging.getLogger(name).log(level, "%s", text)
         if "counts" in answer:
             self.counts = _sum(self._earlier, answer["counts"])
+        self.warning = answer.get("warning", "")
         if "error" not in answer:
             return answer
         name, text = answer["error"]

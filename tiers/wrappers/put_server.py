@@ -29,6 +29,7 @@ from tiers.store import (
     Resizable,
     TierStore,
     Waiting,
+    Warns,
     batch_blocks,
     capability,
     each,
@@ -90,8 +91,12 @@ class _Server:
             answer = act(message)
         except Exception as error:  # noqa: BLE001 - a store's, which the guard is to hear of
             answer = {"error": [type(error).__name__, reason_of(error)]}
-        counts = None if self._store is None else capability(self._store, Counts)
-        so_far = {} if counts is None else {"counts": counts.counts()}
+        so_far: dict[str, Any] = {}
+        if self._store is not None:
+            if (counts := capability(self._store, Counts)) is not None:
+                so_far["counts"] = counts.counts()
+            if (warns := capability(self._store, Warns)) is not None:
+                so_far["warning"] = warns.warning()
         send(self._engine, {**answer, **so_far, "logs": self._lines.take()})
 
     def _open(self, message: Message) -> dict[str, Any]:

@@ -169,14 +169,15 @@ def test_answers_to_stores_come_in_pieces(piece: int) -> None:
     record = Record(bytes(HEADER_BYTES), bytes(PAYLOAD))
     names = [b"name %d" % number for number in range(30)]
     with answering(b"".join(answers), piece) as stream:
-        assert pipeline.store(stream, names, lambda _: record, (), Window()) == stored
+        assert pipeline.store(stream, names, lambda _: record, (), Window()) == (stored, False)
         assert stream.is_drained
 
 
 def test_an_answer_that_nobody_asked_for_stores_nothing() -> None:
     record = Record(bytes(HEADER_BYTES), bytes(PAYLOAD))
     with answering(b"+OK\r\n" * 3, 1 << 20) as stream:
-        assert pipeline.store(stream, [b"a", b"b"], lambda _: record, (), Window()) == [True] * 2
+        stored, _ = pipeline.store(stream, [b"a", b"b"], lambda _: record, (), Window())
+        assert stored == [True] * 2
         assert not stream.is_drained, "its connection would be used again"
 
 

@@ -91,8 +91,9 @@ def store(
     record: Callable[[int], Record],
     expiry: tuple[bytes, ...],
     window: Window,
-) -> list[bool]:
-    """SET under `names[i]` the value `record(i)`; False for each that was refused.
+) -> tuple[list[bool], bool]:
+    """SET under `names[i]` the value `record(i)`; False for each that was refused, and whether the
+    server is out of memory.
 
     `record` is called just before its value is sent, while the server works on the previous ones.
     Nothing is sent after the first refusal: a server that is out of memory would refuse the rest,
@@ -111,7 +112,7 @@ def store(
                 break
     sender.flush(0)
     _report(window, sender.sent, began)
-    return sender.stored + [False] * (len(names) - len(sender.stored))
+    return sender.stored + [False] * (len(names) - len(sender.stored)), sender.is_refused
 
 
 class _Sender:

@@ -37,6 +37,12 @@ ASKED = 500
 """Names that are sent, and answered, in one call of the system."""
 
 
+OUT_OF_MEMORY = (
+    "it is out of memory and refuses to store; raise its maxmemory, or CONFIG SET "
+    "maxmemory-policy allkeys-lru"
+)
+
+
 class RedisNames:
     """The names that begin with a prefix, in a server or several, as a store or a tool asks for
     them. Thread-safe; a forked child connects anew."""
@@ -127,6 +133,8 @@ class RedisStore(RedisNames):
         self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, self._place, "values of another version were met")
+        self._full = ""
+        self._refusals = RepeatedLog(logger, self._place, "stores were refused for want of memory")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._ask(self._names(keys), "reads", self._limit(len(keys) // ASKED), b"EXISTS")
@@ -142,21 +150,30 @@ class RedisStore(RedisNames):
         self._renewed.count("value", sum(held))
         missing = [index for index, here in enumerate(held) if not here]
         expiry = () if ttl is None else (b"PX", ttl)
+        full: list[bool] = []
 
         def operation(stream: Stream, positions: Sequence[int]) -> None:
             indices = [missing[position] for position in positions]
-            stored = pipeline.store(
+            stored, is_full = pipeline.store(
                 stream,
                 [names[index] for index in indices],
                 lambda at: self._record(blocks[indices[at]]),
                 expiry,
                 self._window,
             )
+            full.append(is_full)
             for index, answer in zip(indices, stored, strict=True):
                 held[index] = answer
 
         self._dispatch([names[index] for index in missing], "writes", operation, deadline)
+        if full:  # else all were there, which needs no memory
+            self._full = OUT_OF_MEMORY if any(full) else ""
+        if any(full):
+            self._refusals.log("%s: %s", self._place, self._full)
         return held
+
+    def warning(self) -> str:
+        return self._full
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Fill each block's payload; False for each that is absent, does not verify, or had not
