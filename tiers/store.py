@@ -259,7 +259,7 @@ class Warns(Protocol):
 
     def warning(self) -> str:
         """The reason, for the operator, in the same words while it lasts; empty: none. Asked
-        every second or so in the scheduler's process, in each step in a worker's, which puts."""
+        every second or so in the scheduler's process, and after each put."""
 
 
 class RecentBlocks(NamedTuple):

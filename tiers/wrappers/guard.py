@@ -251,6 +251,8 @@ class Guarded(Capable):
                 given = [block.readonly() for block in blocks]
                 held = each("put", store.put(given), len(blocks))
                 self._count_puts(store)
+                if capability(store, Warns) is not None:
+                    self.warning()  # of its puts; health has it then
                 return held
         return [False] * len(blocks)
 

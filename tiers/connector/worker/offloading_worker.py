@@ -39,7 +39,7 @@ from tiers.contract.messages import (
 from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
 from tiers.host.slots import ALIGNMENT, slots_within
-from tiers.store import GatheredBlock, Prefix, Warns, batch_blocks, capability
+from tiers.store import GatheredBlock, Prefix, batch_blocks
 from tiers.wrappers.guard import HEALTHY, Guarded, warned
 from tiers.wrappers.opening import log_name, open_guarded
 
@@ -528,8 +528,6 @@ class OffloadingWorker(WorkerConnector):
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY
         if self._store is not None:
-            if (warns := capability(self._store, Warns)) is not None:
-                warns.warning()  # of its puts, which are made here; its health has it then
             health = warned(self._host.checksums.computed_here, self._store.health)
         health = warned(self._host.copier_warning(), health)
         if why := self._host.watch.stopped:
