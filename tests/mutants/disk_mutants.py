@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Source
 
 STORE = Source("disk", "tiers/disk/disk_store.py")
+EXECUTORS = Source("disk", "tiers/concurrency/executors.py")
 ROOM = Source("disk", "tiers/disk/index/slot_allocator.py")
 EDIT = Source("disk", "tiers/disk/index/edit.py")
 OPEN = Source("disk", "tiers/disk/folder/open_folder.py")
@@ -198,11 +199,11 @@ MUTANTS = (
         "NO_ENTRIES: Mapping",
         "LEFT: list[object] = []\nNO_ENTRIES: Mapping",
     ),
-    STORE.but(
+    EXECUTORS.but(
         "memory",
         "a read goes on after the call",
-        "        finally:\n            wait(futures)  # a process",
-        "        finally:\n            pass  # a process",
+        "    finally:\n        wait(futures)  # a process",
+        "    finally:\n        pass  # a process",
         equal="each result is waited for; a call is refused midway only where the process ends",
     ),
     SPEC.but(

@@ -7,11 +7,12 @@ import os
 import stat
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tiers.block import NAMESPACE_BYTES, expect, parse_header, verify
+from tiers.concurrency.executors import spread
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.open_folder import THREADS, OpenFolder
 from tiers.disk.folder.open_folders import open_folders
@@ -60,25 +61,8 @@ class DiskRecords:
 
     def read(self, some: Sequence[StoredRecord], use: Use = ignore) -> list[Finding]:
         with self._open().in_use() as folder:
-            found: list[Finding] = [GONE] * len(some)
-            todo = iter(enumerate(some))
-            lanes = range(min(THREADS, len(some)))
-            jobs = [folder.threads.submit(self._read_next, folder, todo, found, use) for _ in lanes]
-            wait(jobs)
-            for job in jobs:
-                job.result()
-            return found
-
-    def _read_next(
-        self,
-        folder: OpenFolder,
-        todo: Iterator[tuple[int, StoredRecord]],
-        found: list[Finding],
-        use: Use,
-    ) -> None:
-        """Read what no other thread has begun, one after the other, so that all end at once."""
-        for place, record in todo:
-            found[place] = self._read(folder, record, use)[0]
+            read = spread(partial(self._read, folder, use=use), some, folder.threads, THREADS)
+            return [finding for finding, _ in read]
 
     def _read(
         self, folder: OpenFolder, record: StoredRecord, use: Use = ignore
