@@ -1,7 +1,8 @@
-"""What lies at a path, and on which file system."""
+"""What lies at a path, on which file system, and on which host."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -57,3 +58,16 @@ def foreign(found: os.stat_result) -> str:
         mode = stat.S_IMODE(found.st_mode)
         return f"has mode {mode:04o}, so others can write to it; chmod it to 0700, or name another"
     return ""
+
+
+def this_host(proc: Path = Path("/proc")) -> str:
+    """Return the host's name and a digest, equal in all processes with the same mounts: the same
+    path names different folders in two containers of one machine."""
+    facts = [os.uname().nodename]
+    # In a sandbox both may be missing. Then only the name distinguishes hosts.
+    with suppress(OSError):
+        facts.append((proc / "sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        facts.append(os.readlink(proc / "self/ns/mnt"))
+    digest = hashlib.blake2b("\0".join(facts).encode(), digest_size=4).hexdigest()
+    return f"{facts[0]}#{digest}"

@@ -17,7 +17,7 @@ from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis
 from tests.support.servers import RedisServer
 from tests.support.slow_store import LONG, SlowSpec
-from tiers.engine.this_host import this_host
+from tiers.paths import this_host
 from tiers.testing import MemoryStore
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -132,7 +132,7 @@ def test_a_redis_at_localhost_is_another_on_every_host(url: str, is_local: bool)
 def test_a_host_is_known_again_by_its_processes_and_no_container_passes_for_it(
     tmp_path: Path,
 ) -> None:
-    ask = [sys.executable, "-c", "from tiers.engine.this_host import this_host as h; print(h())"]
+    ask = [sys.executable, "-c", "from tiers.paths import this_host as h; print(h())"]
     run = {"capture_output": True, "text": True, "env": dict(os.environ)}
     other = subprocess.run(ask, check=True, **run)  # type: ignore[call-overload]
     assert other.stdout.strip() == this_host()

@@ -20,7 +20,6 @@ from weakref import WeakSet
 import torch
 from vllm import __version__ as vllm_version
 
-from tiers.engine.this_host import this_host
 from tiers.engine.versions import check_version
 
 check_version(vllm_version)  # before what another version may not have
@@ -91,6 +90,7 @@ from tiers.engine.vllm_watch import (
     worker_weights,
 )
 from tiers.gpu.copier import open_copier
+from tiers.paths import this_host
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
