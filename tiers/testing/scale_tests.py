@@ -9,12 +9,10 @@ from unittest import SkipTest
 from tiers.block import NAMESPACE_BYTES
 from tiers.errors import TierUnusable
 from tiers.store import Clear, LocalIndex, capability
-from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
+from tiers.testing.harness import DEADLINE, Memory, StoreUnderTest, listed, make_key
 
 LOOKED_UP = 8192
 DROPPED = 256
-DEADLINE = 10.0
-"""A verb that takes longer counts as failed, by a spec's default."""
 
 
 class ScaleTests(StoreUnderTest):
