@@ -272,6 +272,13 @@ def test_nothing_is_unpickled() -> None:
     assert users == []
 
 
+def test_threads_begin_by_one_function() -> None:
+    makers = {str(m) for m in MODULES if "threading.Thread(" in (ROOT / m).read_text()}
+    ours = {maker for maker in makers if not maker.startswith(("spec/", "tiers/testing/"))}
+    # The other ends a process beside the engine, which computes nothing.
+    assert ours == {"tiers/concurrency/executors.py", "tiers/concurrency/beside.py"}
+
+
 def test_specs_and_the_command_load_nothing_heavy() -> None:
     names = [str(m.with_suffix("")).replace("/", ".") for m in MODULES]
     light = [n for n in names if n.split(".")[0] == "spec" or n.endswith("spec") or ".cli." in n]

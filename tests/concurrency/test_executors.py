@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tiers.concurrency.executors import IoExecutor
+from tiers.concurrency.executors import IoExecutor, in_background
 
 ALLOWED = os.sched_getaffinity(0)
 
@@ -25,7 +25,9 @@ def _worker(answer: Connection, env: dict[str, str]) -> None:
     os.environ.update(env)
     os.sched_setaffinity(0, {min(ALLOWED)})
     with IoExecutor(1, "test") as pool:
-        answer.send(pool.submit(os.sched_getaffinity, 0).result())
+        cores = pool.submit(os.sched_getaffinity, 0).result()
+    assert in_background(lambda: os.sched_getaffinity(0), "test").result() == cores
+    answer.send(cores)
 
 
 def cores_of_a_workers_thread(**env: str) -> set[int]:
@@ -136,7 +138,7 @@ def submit():
         print("refused")
 
 atexit.register(submit)  # the last registered comes first: ours leave the threads before this
-from tiers.concurrency.executors import IoExecutor
+from tiers.concurrency.executors import IoExecutor, in_background
 pool = IoExecutor(1, "test")
 """
 

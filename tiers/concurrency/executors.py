@@ -61,9 +61,7 @@ class IoExecutor(Executor):
         weakref.finalize(self, self._calls.put, None).atexit = False
         try:
             for number in range(count):
-                called, given = f"kvtiers-{name}_{number}", (self._calls,)
-                thread = threading.Thread(None, _serve, called, given, daemon=True)
-                thread.start()
+                thread = start_thread(partial(_serve, self._calls), f"{name}_{number}")
                 self._threads.append(thread)
                 _queues[thread] = self._calls
         except RuntimeError:
@@ -101,7 +99,6 @@ class IoExecutor(Executor):
 
 
 def _serve(calls: SimpleQueue[_Call | None]) -> None:
-    widen_affinity()
     while (call := calls.get()) is not None:
         future, run = call
         if future.set_running_or_notify_cancel():
@@ -177,16 +174,23 @@ def spread(
     return [results[place] for place in range(len(items))]
 
 
-def in_background(call: Callable[[], T], name: str) -> Future[T]:
-    """Begin `call` on a thread of its own, named `kvtiers-NAME`, by `widen_affinity`. A daemon: a
-    call that hangs does not keep the process from its end. Raises RuntimeError without a thread."""
-    ended: Future[T] = Future()
+def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    """Begin `run` on a thread of its own, named `kvtiers-NAME`, by `widen_affinity`. A daemon: one
+    that hangs does not keep the process from its end. Raises RuntimeError without a thread."""
 
-    def run() -> None:
+    def widened() -> None:
         widen_affinity()
-        settle(ended, call)
+        run()
 
-    threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
+    thread = threading.Thread(target=widened, name=f"kvtiers-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
+    """As `start_thread`, of a call whose result, or error, is asked for."""
+    ended: Future[T] = Future()
+    start_thread(partial(settle, ended, call), name)
     return ended
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 MINUTE = 60.0
 
 
-def in_background(seconds: float, call: Callable[[], None]) -> None:
+def call_later(seconds: float, call: Callable[[], None]) -> None:
     """Call later, on a daemon thread. Raises RuntimeError where no thread can be had."""
     timer = threading.Timer(seconds, call)
     timer.daemon = True
@@ -42,7 +42,7 @@ class RepeatedLog:
         level: int = logging.WARNING,
         at_once: int = 1,
         state: Callable[[], str] = str,
-        later: Callable[[float, Callable[[], None]], None] = in_background,
+        later: Callable[[float, Callable[[], None]], None] = call_later,
     ) -> None:
         """`where` and `what` make the sums: "WHERE: 37 more WHAT in the last minute". `state` ends
         them with how things are then; `later` is called with seconds and what to do after those."""

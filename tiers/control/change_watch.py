@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
+from tiers.concurrency.executors import start_thread
 from tiers.connector.multi.changes import Changes, PendingChange
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class ChangeWatch:
         self._changes, self._history = changes, history
         self._pending, self._seconds = pending, seconds
         self._stop = threading.Event()
-        threading.Thread(target=self._run, name="kvtiers-change-watch", daemon=True).start()
+        start_thread(self._run, "change-watch")
 
     def close(self) -> None:
         """Watch no more; nobody goes back. Does not wait."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from spec.errors import did_you_mean, one_of
-from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.executors import start_thread
 from tiers.concurrency.file_locks import opened, try_lock
 from tiers.errors import KVTiersError
 from tiers.paths import foreign
@@ -160,7 +160,7 @@ class ControlServer:
         self._closed = threading.Event()
         try:
             for run in (self._touch, *[self._serve] * MAX_CLIENTS):
-                threading.Thread(target=run, name="kvtiers-control", daemon=True).start()
+                start_thread(run, "control")
         except RuntimeError:
             self.close()
             raise
@@ -176,7 +176,6 @@ class ControlServer:
                 os.utime(self.path)
 
     def _serve(self) -> None:
-        widen_affinity()
         while self._server.fileno() >= 0:  # it is not closed
             try:
                 client, _ = self._server.accept()

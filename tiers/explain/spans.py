@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tiers.concurrency.executors import start_thread
 from tiers.explain.accounts import Accounts
 from tiers.explain.notes import RequestNotes
 
@@ -43,8 +44,7 @@ class Spans:
         self._waiting: deque[RequestNotes] = deque(maxlen=MAX_WAITING)
         self._some = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._write, name="kvtiers-spans", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._write, "spans")
 
     def ended(self, notes: RequestNotes) -> None:
         """Write a span of this request soon."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from tiers.concurrency.executors import start_thread
 from tiers.concurrency.handoff import Handoff
 from tiers.fenwick import Fenwick
 
@@ -292,8 +293,7 @@ class Ghosts:
         self._decays = self._publishes = now()
         self._reports = now() + REPORT_SECONDS
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtiers-ghosts", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "ghosts")
 
     def put(
         self, hashes: Sequence[bytes], prompt_tokens: int, known_tokens: int, marks: Marks = ()

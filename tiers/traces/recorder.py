@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from spec.chain import RecordSpec
-from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.executors import start_thread
 from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import RecordingError
@@ -131,7 +131,6 @@ class RecordWriter:
 
     def open(self) -> None:
         """Begin, on the thread that will call the others."""
-        widen_affinity()
         if self._opens():
             logger.info("record: requests are recorded in %s", self._path)
 
@@ -263,8 +262,7 @@ class Recorder:
         self._dropped = 0
         self._reported = (0, 0)
         self._late = RepeatedLog(logger, "record", "requests came faster than they were recorded")
-        self._thread = threading.Thread(target=self._write, name="kvtiers-record", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._write, "record")
 
     def put(self, ended: EndedRequest) -> None:
         if not self._handoff.give(ended, len(ended.hashes)):

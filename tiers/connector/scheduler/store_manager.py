@@ -11,7 +11,7 @@ from itertools import compress
 from operator import not_
 
 from spec.offloading import OffloadingSpec, StoreSpec
-from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.executors import start_thread
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
@@ -66,15 +66,13 @@ class StoreWatch:
             state=lambda: f"; now: {self._warned or 'nothing'}",
         )
         self._stop = threading.Event()
-        name = f"kvtiers-watch-{store.tier_name}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        start_thread(self._run, f"watch-{store.tier_name}")
 
     def close(self) -> None:
         """Look no more. Does not wait."""
         self._stop.set()
 
     def _run(self) -> None:
-        widen_affinity()
         pause = took = 0.0
         while not self._stop.wait(pause):
             before, began = took, time.monotonic()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.executors import start_thread
 from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.disk.folder.clean_close import is_condemned
 from tiers.disk.folder.folder import Folder
@@ -123,8 +123,7 @@ class Upkeep:
         self._failing = False
 
     def start(self) -> None:
-        thread = threading.Thread(target=self._run, name="kvtiers-disk-upkeep", daemon=True)
-        thread.start()
+        start_thread(self._run, "disk-upkeep")
 
     def stop(self) -> None:
         """Let no further step begin. Does not wait."""
@@ -141,7 +140,6 @@ class Upkeep:
                 self._stepping.release()
 
     def _run(self) -> None:
-        widen_affinity()
         while not self._stopped.is_set():
             try:
                 while True in [self._step(duty) for duty in self._duties]:

@@ -12,12 +12,13 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.executors import start_thread
 from tiers.engine.identity.config_fields import FIELDS, PARTS, VARIABLES
 
 logger = logging.getLogger(__name__)
@@ -288,7 +289,7 @@ class BackgroundFacts:
     def _begin(self) -> Mapping[str, str]:
         try:
             early = dict(self._at_once())
-            threading.Thread(None, self._find, "kvtiers-facts", (early,), daemon=True).start()
+            start_thread(partial(self._find, early), "facts")
         # Layers may come from any model, platform or plugin, so their errors can't be listed. This
         # thread is starting the engine: without this, a cache's fact would keep it from serving.
         except Exception:
@@ -301,7 +302,6 @@ class BackgroundFacts:
         return early
 
     def _find(self, early: Mapping[str, str]) -> None:
-        widen_affinity()
         try:
             self._found = dict(self._slowly(early))
         finally:
