@@ -110,7 +110,6 @@ def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
 
 
 def compress(payload: Buffer) -> bytes:
-    """As zstd does."""
     return zstandard.ZstdCompressor(level=LEVEL).compress(payload)
 
 

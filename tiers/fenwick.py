@@ -31,7 +31,6 @@ class Fenwick:
         tree.append(count)
 
     def add(self, place: int, count: int) -> None:
-        """Add to the count at a place."""
         tree = self._tree
         last = len(tree)
         while place < last:
@@ -39,7 +38,6 @@ class Fenwick:
             place += place & -place
 
     def up_to(self, place: int) -> int:
-        """The sum of the counts up to a place."""
         tree, total = self._tree, 0
         while place:
             total += tree[place]

@@ -247,7 +247,6 @@ def bar(
 
 
 def with_bar(trace: Trace) -> Iterator[TraceRequest]:
-    """The trace's requests, with a bar until all are read."""
     with bar("the trace is read", trace.file_bytes) as update:
         for number, request in enumerate(trace):
             if number % 256 == 0:

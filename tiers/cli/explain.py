@@ -47,7 +47,6 @@ def explain(
 
 
 def _lines(account: dict[str, Any], as_json: bool) -> list[str]:
-    """The lines of one request."""
     from tiers.explain.accounts import lines
 
     try:

@@ -50,7 +50,6 @@ class Lines(Static):
     _shown: str | None = None
 
     def show(self, text: str) -> None:
-        """Show this text, if it is another."""
         if text != self._shown:
             self._shown = text
             self.display = bool(text)
@@ -182,14 +181,12 @@ class Top(App[None]):
     # -- keys --------------------------------------------------------------------------------
 
     def action_view(self) -> None:
-        """Show requests instead of tiers, or tiers again."""
         self._views.current = "requests" if self._views.current == "tiers" else "tiers"
         self.set_focus(None)
         self.refresh_bindings()
         self.draw()
 
     def action_engine(self, step: int) -> None:
-        """Show the engine after this one, or before."""
         paths = [seen.path for seen in self._engines()]
         if self._chosen in paths:
             self._chosen = paths[(paths.index(self._chosen) + step) % len(paths)]
@@ -346,7 +343,6 @@ def request_row(account: Account) -> Row:
 
 
 def account_text(account: Account) -> str:
-    """One request's account."""
     try:
         return "\n".join(lines(account))
     except NOT_OURS:

@@ -61,7 +61,6 @@ class Verdict(BaseModel, frozen=True, extra="forbid"):
 
 
 def describe(verdict: Verdict) -> str:
-    """The verdict as an operator reads it."""
     said = {
         "watching": "it is being watched",
         "not applied": "it is not in effect, so there is nothing to judge",

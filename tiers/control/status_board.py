@@ -73,7 +73,6 @@ class StatusBoard:
             self._history.append((now, self._saved()))
 
     def _saved(self) -> Saved:
-        """What the tiers have saved since the start."""
         seconds = sum(
             of_tenant.get("tenant_prefill_seconds", 0.0) - of_tenant.get("tenant_load_seconds", 0.0)
             for of_tenant in list(self._sums.values())

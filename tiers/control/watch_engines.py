@@ -45,7 +45,6 @@ class Watched:
 
     @property
     def engine(self) -> str:
-        """Its name, on one line."""
         return one_line(self.path.stem)
 
 

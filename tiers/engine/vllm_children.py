@@ -97,7 +97,6 @@ def others_shake_hands(transfer: KVTransferConfig) -> bool:
 
 
 def made_by(maker: Mapping[str, Any]) -> type[Any]:
-    """The class that a `ChildConfig.maker` describes."""
     return child_class(KVTransferConfig(kv_role="kv_both", **maker))
 
 

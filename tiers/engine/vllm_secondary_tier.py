@@ -183,7 +183,6 @@ class TierLookups:
     is_stale: bool = False
 
     def is_new(self, name: bytes) -> bool:
-        """Whether it was never asked for."""
         return name not in self.known and name not in self.wanted and name not in self.asked
 
 

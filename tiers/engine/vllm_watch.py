@@ -166,7 +166,6 @@ def warn_of_hashes(vllm_config: VllmConfig) -> None:
 
 
 def marks_of_requests(vllm_config: VllmConfig) -> MarksOfRequests:
-    """Make the marks of an engine's requests."""
     mistakes_salts = vllm_config.lora_config is not None and not HASHES_HAVE_PATHS
     world_size = vllm_config.parallel_config.world_size
     return MarksOfRequests(world_size, name_of, mistakes_salts=mistakes_salts)

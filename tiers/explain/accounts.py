@@ -211,7 +211,6 @@ def _ms(seconds: float) -> float:
 
 
 def lines(account: Account) -> Iterator[str]:
-    """The lines of one request's account."""
     name = one_line(str(account["request"]))
     yield f"request {name}: {account['state']}, {account['prompt_tokens']} prompt tokens"
     attempts, left_out = account["attempts"], account["attempts_left_out"]

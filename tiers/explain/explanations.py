@@ -50,7 +50,6 @@ class Explanations:
     # -- the scheduler's thread --------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """Begin the notes of a request that was queued."""
         if len(self._in_flight) < MAX_IN_FLIGHT:
             trace = getattr(request, "trace_headers", None)
             notes = RequestNotes(request.request_id, request.num_prompt_tokens, trace)

@@ -246,7 +246,6 @@ class RequestNotes:
     bytes: int = 0
 
     def add(self, attempt: Attempt) -> None:
-        """An attempt is decided."""
         self.pending = None
         self.attempts.append(attempt)
         if len(self.attempts) > MAX_ATTEMPTS:
@@ -254,7 +253,6 @@ class RequestNotes:
             self.left_out += 1
 
     def end(self, status: str) -> None:
-        """The request has ended, as the engine says."""
         self.pending = None
         self.ended, self.ended_at = status, time.time()
         self.bytes = self._size()

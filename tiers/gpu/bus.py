@@ -78,7 +78,6 @@ class Batch:
         self._use(address.value)
 
     def _use(self, address: int) -> None:
-        """Call what is at this address from now on."""
         self._call = FUNCTION(address)
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)  # of all copies, from the first on

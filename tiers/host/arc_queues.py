@@ -75,7 +75,6 @@ class Arc(Generic[Key]):
         """Blocks that those used once may have before they are evicted first."""
 
     def resize(self, capacity: float) -> None:
-        """Divide another capacity."""
         self._capacity, self._share = capacity, min(self._share, capacity)
         self._once.resize(capacity)
         self._again.resize(capacity)

@@ -67,7 +67,6 @@ class DigestProcess(Beside):
         return [found[at : at + size] for at in range(0, len(found), size)]
 
     def close(self) -> None:
-        """End it."""
         self.finish()
         self.kill()
 

@@ -33,7 +33,6 @@ class Malformed(TraceError):
     """A line that can't be used, without its place: the reader of the file adds it."""
 
     def at(self, path: Path, line: int) -> TraceError:
-        """The error with its file and line."""
         return TraceError(f"{path}:{line}: {self}")
 
 

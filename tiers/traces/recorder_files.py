@@ -87,7 +87,6 @@ class RecordFolder:
             return self._key()
 
     def close(self) -> None:
-        """End the current file, and close the folder."""
         try:
             self.end()
         finally:
@@ -121,7 +120,6 @@ class RecordFolder:
                     os.unlink(file.name, dir_fd=self._folder)
 
     def end(self) -> None:
-        """End the current file."""
         file, self._file = self._file, -1
         if file >= 0:
             release(file)

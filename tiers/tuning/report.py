@@ -154,7 +154,6 @@ class Report:
 
     @property
     def hit_tokens(self) -> Mapping[str, int]:
-        """Tokens that each tier served, by its name."""
         return {tier.name: tier.hit_tokens for tier in self.tiers}
 
     @property

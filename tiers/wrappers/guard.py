@@ -414,7 +414,6 @@ class Guarded(Capable):
         return _Attempt(self, lane, store, None if is_refused else lane.enter())
 
     def now(self) -> TierStore | None:
-        """The store that is open now."""
         return self._source.now if isinstance(self._source, Reopening) else self._source
 
     def end(

@@ -187,7 +187,6 @@ class Changes:
 
     @property
     def chain(self) -> ChainSpec:
-        """The chain that is in effect."""
         return self._rebuilder.chain
 
     def request(self, new: ChainSpec, if_version: int | None = None) -> PendingChange:

@@ -144,7 +144,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     @property
     def engine(self) -> EngineInfo:
-        """What the chain knows of its engine."""
         return self._requests.engine
 
     @property

@@ -76,7 +76,6 @@ class HostManager(TierManager):
                 self._pool.release(slot)
 
     def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
-        """What is not resident."""
         return [slot is None for slot in self._residency.touch(keys)]
 
     def predecessors(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:

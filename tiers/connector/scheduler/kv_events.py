@@ -100,7 +100,6 @@ class KVEvents:
         self._events.append(replace(event, parent=run.parent, origin=run.origin) if held else event)
 
     def evicted(self, key: bytes) -> None:
-        """The tier evicted a block."""
         self._evictions += 1
         # It may have come with the very job that is being ended: then nobody has heard of it.
         if self._wanted and self._newly_held.pop(key, None) is None:

@@ -178,7 +178,6 @@ class OffloadingScheduler(SchedulerConnector):
 
     @property
     def manager(self) -> TierManager:
-        """What the tier holds, and what moves in and out."""
         return self._tier.open.manager
 
     @property
@@ -196,7 +195,6 @@ class OffloadingScheduler(SchedulerConnector):
         return self._tier.has_opened and not self._tier.usable
 
     def condition(self) -> tuple[str, str]:
-        """See `Tier.condition`."""
         return self._tier.condition()
 
     @property

@@ -146,7 +146,6 @@ class TierOpener:
         return opened._replace(max_blocks=room)
 
     def _open_pool(self, chain: ChainSpec, workers: Sequence[WorkerHandshake]) -> SlotPool:
-        """The slots, as many as every worker has."""
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload_bytes = max(handshake.payload_bytes for handshake in workers)
         ranks, size = len(workers), self.size.slots(payload_bytes)

@@ -185,7 +185,6 @@ class VisibilityCheck:
         self._lock = threading.Lock()  # without it two lookups at once could both log it
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """The workers have stored blocks."""
         if (stored := self._stored) is not None and len(stored) < self.STORED:
             stored.update(dict.fromkeys(keys))
 

@@ -103,7 +103,6 @@ class Tier:
     _workers: dict[int, Health] = field(default_factory=dict)
 
     def request(self, request_state: RequestState) -> TierRequest:
-        """What this tier keeps of a request."""
         tier_request = request_state.tiers.get(self)
         if tier_request is None:
             tier_request = request_state.tiers[self] = TierRequest(request_state)
@@ -115,7 +114,6 @@ class Tier:
         self.stats.add(self.name, **measures)
 
     def evicted(self, key: bytes) -> None:
-        """The tier evicted a block, and reports it."""
         self.kv_events.evicted(key)
         self.tenants.forget((key,))
 

@@ -46,7 +46,6 @@ class TierHints:
         self._blocks_waiting = 0
 
     def __len__(self) -> int:
-        """Blocks that are retained."""
         return len(self._retained)
 
     def step(self) -> None:

@@ -48,7 +48,6 @@ class Fields:
 
     @property
     def known(self) -> frozenset[str]:
-        """The names of all fields."""
         return frozenset(self.key.split()).union(*(names.split() for names in self.why.values()))
 
 

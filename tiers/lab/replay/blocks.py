@@ -57,7 +57,6 @@ class BlockPool:
                 del self._cached[block_hash]
 
     def know(self, block: int, block_hash: bytes) -> None:
-        """Note which prefix a computed or loaded block holds."""
         if self.caches_prefixes and self._hashes[block] is None and block_hash not in self._cached:
             self._hashes[block] = block_hash
             self._cached[block_hash] = block
@@ -103,14 +102,12 @@ class BlockTables:
         return [list(fresh)]
 
     def know(self, tables: Tables, hashes: Sequence[bytes], computed: int) -> None:
-        """Note which prefixes the tables' full blocks hold."""
         for block, block_hash in zip(
             tables[0][: computed // self.block_tokens], hashes, strict=False
         ):
             self.pool.know(block, block_hash)
 
     def release(self, tables: Tables) -> None:
-        """Give all their blocks back."""
         for table in tables:
             self.pool.release(table)
             table.clear()

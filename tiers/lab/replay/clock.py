@@ -27,7 +27,6 @@ class Clock:
 
     @property
     def sleepers(self) -> int:
-        """Threads that sleep now."""
         return len(self._sleeping)
 
     def now(self) -> float:

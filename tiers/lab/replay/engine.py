@@ -57,7 +57,6 @@ class ReplayEngine:
         return bool(step.work)
 
     def begin(self, step: Step) -> None:
-        """Begin a step on the worker."""
         self.scheduler.give_orders(step)
         self.worker.begin(step)
 
@@ -88,7 +87,6 @@ class ReplayEngine:
                 raise RuntimeError("\n".join(["the engine is stuck:", *stuck]))
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> ReplayRequest:
-        """Run one request to its end."""
         name, size = f"request-{next(self._ids)}", self.model.block_tokens
         request = ReplayRequest(name, list(prompt), max_tokens, size)
         self.scheduler.add(request)

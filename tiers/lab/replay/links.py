@@ -137,7 +137,6 @@ class LinkedSpec(StoreSpec):
 
     @classmethod
     def over(cls, inner: StoreSpec, link: Link) -> LinkedSpec:
-        """Put a tier behind a link, which keeps its rates."""
         settings = {key: getattr(inner, key) for key in StoreSpec.model_fields.keys() - _OF_PLACE}
         # Rates are numbers by now, which the YAML's fields would refuse.
         spec = cls(type=inner.type, name=inner.tier_name, inner=inner).model_copy(update=settings)
@@ -174,7 +173,6 @@ class LinkedCopier:
         self._pool = 0
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the copier's."""
         return getattr(self._copier, name)
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Gather:
@@ -192,5 +190,4 @@ class LinkedCopier:
 
 
 def copier_over(link: Link) -> OpenCopier:
-    """Opens copiers behind a link."""
     return lambda kv_caches, num_blocks: LinkedCopier(open_copier(kv_caches, num_blocks), link)

@@ -28,7 +28,6 @@ class ReplayModel:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one block on one rank."""
         return self.layers * self.block_tokens * self.width * 8
 
     def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:

@@ -56,7 +56,6 @@ class ReplayRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt alone."""
         return len(self.prompt)
 
     @property
@@ -77,7 +76,6 @@ class ReplayRequest:
             self.block_hashes.append(chain_hash(parent, part, self.cache_salt))
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """The request's block tables, as connectors ask for them."""
         return tuple(list(table) for table in self.tables)
 
 
@@ -122,7 +120,6 @@ class TracedRequest(ReplayRequest):
             lost -= taken
 
     def answer(self) -> None:
-        """The answer has ended: its tokens are known."""
         self.ids += self.answer_ids
         self.block_hashes += _hashes(self.answer_ids)
         self._num_tokens += self.max_tokens

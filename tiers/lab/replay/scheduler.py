@@ -140,7 +140,6 @@ class ReplayScheduler:
         return Match.BEGINS
 
     def _find_prefix(self, request: ReplayRequest) -> Tables:
-        """What is in place of the request's prefix."""
         limit = (request.num_tokens - 1) // self._block_tokens
         return self._tables.find_prefix(request.block_hashes[:limit])
 
@@ -198,7 +197,6 @@ class ReplayScheduler:
     # -- ends --------------------------------------------------------------------------------
 
     def end_step(self, step: Step, sampled: dict[str, int]) -> None:
-        """Take in the tokens that a step has computed and sampled."""
         for work in step.work:
             request = self.requests[work.request_id]
             request.is_computing = False
@@ -217,7 +215,6 @@ class ReplayScheduler:
             self._finish(request)
 
     def end_transfers(self, output: StepOutput) -> None:
-        """Take in the ends of transfers."""
         if output.invalid_block_ids or output.failed_recving:
             self._recompute(output.invalid_block_ids, output.failed_recving)
         self.connector.update_connector_output(output)

@@ -114,7 +114,6 @@ class TimedScheduler(ReplayScheduler):
         return step
 
     def end_answer(self, request: ReplayRequest) -> None:
-        """The answer of a request has ended that was answered at once."""
         self._answering.remove(request)
         self._finish(request)
 
@@ -220,7 +219,6 @@ class TimedEngine(ReplayEngine):
         return worked
 
     def _begin_gpu_step(self, step: Step, now: float) -> None:
-        """Begin a step, on a GPU if it computes anything."""
         self.scheduler.has_orders = False
         self.begin(step)
         if not step.work:

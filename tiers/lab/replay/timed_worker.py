@@ -58,7 +58,6 @@ class TraceModel(ReplayModel):
         return {"layers.0.attn": kv}
 
     def kv_of(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The words of the blocks of these ids."""
         # Ids that a trace may have are hashes of 64 bits; the products wrap.
         numbers = np.array([block & MASK for block in ids], dtype=np.uint64).astype(np.int64)
         return (numbers * 1_000_003)[:, None] + np.arange(self.width, dtype=np.int64)
@@ -197,7 +196,6 @@ class TimedWorker(LocalWorker):
         return loading + sum(bool(jobs.stores) for jobs in self._jobs)
 
     def _poll(self) -> StepOutput:
-        """Ends of transfers since the last call."""
         self._half.bind_connector_metadata(self._nothing)
         output = self._take_results(set())
         self._half.clear_connector_metadata()

@@ -83,7 +83,6 @@ class LocalWorker:
         return total
 
     def _index(self, table: list[int], positions: range) -> torch.Tensor:
-        """The places of these tokens in the paged KV."""
         where = torch.tensor(list(positions), dtype=torch.int64)
         size = self._model.block_tokens
         return torch.tensor(table)[where // size] * size + where % size

@@ -84,7 +84,6 @@ def held_runs(tiers: Placed, question: Question, masks: Sequence[int]) -> Iterat
 
 
 def first(runs: Sequence[HeldRun]) -> Pieces:
-    """The first tier that has any of it."""
     return _longest_of(runs[0][0][:1], runs)
 
 
@@ -183,7 +182,6 @@ class Loads:
         return self._comparison.choose(partial(self._propose, question), wish)
 
     def nothing(self, blocks: int) -> Verdict[SimPlan]:
-        """No tier has any of `blocks` blocks."""
         each = self._comparison.prefill.seconds_per_token or 0.0
         return Verdict(None, seconds=blocks * self._size * each)
 

@@ -78,7 +78,6 @@ class SimulatedTier:
         self._budget_since = 0.0
 
     def counted(self) -> TierCounts:
-        """A copy of its counts by now."""
         held = self.space.used + self.space.claimed
         was_full = self.spec.ttl is not None or held >= self.space.capacity
         return replace(self.counts, held=None if was_full else held)

@@ -155,7 +155,6 @@ class Prompt:
         return job, [run for run, blocks in parts if blocks & 1]
 
     def between(self, first: int, last: int, workload: Workload) -> list[Part]:
-        """The blocks from `first` on to `last`."""
         parts: list[Part] = []
         depth = 0
         for run in self.path:

@@ -68,7 +68,6 @@ class Journal:
         return True
 
     def rotate(self) -> None:
-        """Close the file that is being written."""
         if self._open is not None:
             os.close(self._open)
         self._open, self._open_bytes = None, 0
