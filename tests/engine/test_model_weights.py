@@ -48,7 +48,10 @@ def test_words_of_an_xpu_come_to_the_host() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         words._memory = torch.empty(50, dtype=WORD, device="xpu")
         words._device = words._memory.device
-        found = words.read(numbers)._words
+        try:
+            found = words.read(numbers)._words
+        except NotImplementedError:
+            pytest.skip("this PyTorch can't fake an XPU")
     assert (found.device.type, found.shape, found.dtype) == ("cpu", (2,), WORD)
 
 

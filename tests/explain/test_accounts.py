@@ -146,7 +146,7 @@ def test_the_times_of_a_request() -> None:
         "request r: running, 42 prompt tokens",
         "  42 tokens = 0 own cache + 40 tier-0 + 2 computed",
         "    tier-0: 40 tokens, it loaded the blocks; held 10 of 10 blocks asked for; "
-        "2000 ms (queue 0, load 0, check 0, copy 0)",
+        "2000 ms (queue 0, load 0, check 0, copy 0, steps 2000)",
         "    ms: other load 500, until begun 1000, load 2000, until run 4000",
     ]
     assert [*lines(engine.told())] == shown and "waited_for" not in told

@@ -261,6 +261,8 @@ def _tier(tier: Account) -> str:
             took, notice = tier["lookup_ms"], tier["notice_ms"]
             text += f"; answered in {took:g} ms, which the engine took {notice:g} ms later"
     if "wait_ms" in tier:
-        parts = ", ".join(f"{name} {tier[f'{name}_ms']:g}" for name in PARTS)
+        times = {name: tier[f"{name}_ms"] for name in PARTS}
+        steps = max(0.0, round(tier["wait_ms"] - sum(times.values()), 3))
+        parts = ", ".join(f"{name} {ms:g}" for name, ms in {**times, "steps": steps}.items())
         text += f"; {tier['wait_ms']:g} ms ({parts})"
     return text

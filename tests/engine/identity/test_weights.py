@@ -193,6 +193,7 @@ def test_other_content_of_what_an_engine_reads_beside_its_model_is_other_weights
     assert known[b"one"] != known[b"two"]
 
 
+@pytest.mark.vllm
 def test_ranks_that_others_gave_their_weights_have_no_identity(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
