@@ -100,6 +100,8 @@ def test_limits_of_the_request(made: MakeEngine, tmp_path: Path) -> None:
     assert not any(limits.tiers for limits in kept), "a client would fill memory with names"
     ask(one, kv_transfer_params={"kvtiers": {"max_load_tokens": 0}})
     assert (why(one, "cpu"), why(one, "disk")) == ("limit", "limit")
+    ask(one, skip_reading_prefix_cache=True)
+    assert any("prompt logprobs" in line for line in lines(last_told(one))), "it set no limit"
 
 
 def test_a_tier_that_nobody_loads_from(tmp_path: Path) -> None:

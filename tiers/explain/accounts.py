@@ -18,7 +18,7 @@ REASONS = {
     "failed_before": "it failed to load this request before",
     "late": "the request did not wait for its lookup any longer",
     "tenant": "a rule of the tenant keeps the request's blocks out of it",
-    "limit": "the request's own limits",
+    "limit": "the request's own limits, or prompt logprobs, which need each token computed",
     "out": "its reads are paused, or it was not in the chain",
     "budget": "the request had waited for max_wait",
     "room": "the engine had no room to load the request, or to load it again",
