@@ -78,7 +78,8 @@ over one disk, where each finds its own blocks alone, with fp8 KV, also of some 
 weights, MTP, and other block sizes and hashes; by hand with structured outputs, `n`, priorities, no
 chunked prefill, several adapters, int8 and AWQ weights, EAGLE-3, Medusa, embeddings by the last
 token, two API servers, and clients that leave streams; and Falcon-H1, Nemotron-H, LFM2, GPT-OSS and
-Command R7B. Prompt log probabilities load nothing. Requests that go on after an answer
+Command R7B; from cpu alone beam search, draft models, classes and scores. Prompt log probabilities,
+as lm-eval's `loglikelihood` asks for, load nothing. Requests that go on after an answer
 (`resumable`) have tiers with 0.32 and later, and with drafts where scheduling is asynchronous or
 with 0.33, of models with recurrent layers without both alone: else vLLM's hashes, or its KV, are of
 tokens that it has dropped, and nothing is stored of who finds them, either.
