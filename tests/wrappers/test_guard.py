@@ -582,7 +582,7 @@ def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
         "tier nearby: reads are up again",
         "tier nearby: reads are down",
         "tier nearby: reads are up again",
-        "tier nearby: 2 block(s) were damaged; each is a miss and is computed again",
+        "tier nearby: 2 block(s) were damaged, each a miss; see kvtiers verify, scrub",
     ]
     caplog.clear()
     for sum_up in minutes[:]:

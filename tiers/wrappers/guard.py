@@ -275,7 +275,7 @@ class Guarded(Capable):
                 more = max(0, found - self._damaged) if store is self.now() else 0
                 self._damaged += more
             if more:
-                line = "tier %s: %d block(s) were damaged; each is a miss and is computed again"
+                line = "tier %s: %d block(s) were damaged, each a miss; see kvtiers verify, scrub"
                 self._damage_log.log(line, self.tier_name, more, count=more)
 
     def _count_puts(self, store: TierStore) -> None:
