@@ -124,9 +124,10 @@ def test_a_server_that_is_full_and_evicts_nothing(
     how: str,
 ) -> None:
     """Wherever blocks are stored from: it is a server's own default, and lasts."""
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO)
     made = engine(chain_of(redis(server, tmp_path, name="full", store_process=how)))
     serve_until(made, lambda: state(made, "full") == "open")
+    serve_until(made, lambda: how == "never" or "are stored by the process" in caplog.text)
     client = server.client()
     client.config_set("maxmemory", client.info("memory")["used_memory"] + (64 << 10))
     serve_until(made, lambda: state(made, "full") == "degraded")

@@ -869,6 +869,30 @@ def test_a_put_is_told_its_own_answers(tmp_path: Path, monkeypatch: pytest.Monke
     store.close()
 
 
+WARNS = """
+from tiers.disk.disk_store import DiskStore
+def warning(store):
+    SAYS
+DiskStore.warning = warning
+serve("""
+
+
+@pytest.mark.parametrize(
+    ("says", "told"), [("return 'there'", "there"), ("return 7", "7"), ("raise OSError()", "")]
+)
+def test_what_it_warns_of_is_what_the_store_that_puts_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, told: str
+) -> None:
+    """What another warned of that put before it is over. And one that can't tell has put."""
+    warns = WARNS.replace("SAYS", says)
+    monkeypatch.setattr(beside, "_SERVE", beside._SERVE.replace("serve(", warns))
+    monkeypatch.setattr(DiskStore, "warning", lambda _: "here")
+    with closing(opened(spec(tmp_path))) as store:
+        assert store.warning() == "here"
+        assert put(store, keys()) == [True] * 3 and not in_the_engine(store)
+        assert store.warning() == told
+
+
 class TakenBack(Block):
     """As vLLM takes back a row that was to be stored."""
 

@@ -140,9 +140,9 @@ class PutsApart(StoreWrapper):
         return here if process is None else _sum(here, process.counts)
 
     def warning(self) -> str:
-        """The store's own, or what the process's one said when it last put."""
+        """What the store that puts says: the process's one said it when it last put."""
         here, process = required(self._inner, Warns).warning(), self._process
-        return here or ("" if process is None else process.warning)
+        return process.warning if process is not None and process.rows else here
 
     def resize(self, capacity: int) -> None:
         required(self._inner, Resizable).resize(capacity)

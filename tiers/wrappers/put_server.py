@@ -95,8 +95,9 @@ class _Server:
         if self._store is not None:
             if (counts := capability(self._store, Counts)) is not None:
                 so_far["counts"] = counts.counts()
-            if (warns := capability(self._store, Warns)) is not None:
-                so_far["warning"] = warns.warning()
+            with suppress(Exception):  # a plugin's; its put has its answer all the same
+                if (warns := capability(self._store, Warns)) is not None:
+                    so_far["warning"] = str(warns.warning())
         send(self._engine, {**answer, **so_far, "logs": self._lines.take()})
 
     def _open(self, message: Message) -> dict[str, Any]:
