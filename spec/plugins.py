@@ -41,7 +41,7 @@ IMPORT_SECONDS = 30.0
 """Limit for the import of a plugin."""
 
 ASK_SECONDS = 10.0
-"""Limit for a plugin's validators, its serializers and `host_local`."""
+"""Limit for a plugin's validators, its serializers and its properties."""
 
 OURS = "tiers."
 _log = logging.getLogger(__name__)

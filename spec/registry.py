@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spec.errors import one_of
-from spec.offloading import (
-    HIT_SOURCES,
-    HostSpec,
-    OffloadingSpec,
-    StoreContext,
-    StoreSpec,
-    TierStore,
-)
+from spec.offloading import HIT_SOURCES, HostSpec, OffloadingSpec, StoreSpec
 from spec.plugins import (
     OURS,
     TIERS,
@@ -99,7 +92,7 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
 class _Ours(StoreSpec):
     """The keys of every store, as they are before a plugin declares them anew."""
 
-    def open(self, site: StoreContext) -> TierStore: ...
+    def open(self, site: Any) -> Any: ...
 
 
 _ASKED: Mapping[Any, tuple[str, ...]] = {
@@ -120,7 +113,9 @@ def _check_made(entry: EntryPoint, spec: type[OffloadingSpec], made: object) -> 
             if not isinstance(found := getattr(made, name), kind):
                 raise broken(entry, f"no engine can use its {name}, {found!r:.40}")
     for name in StoreSpec.model_fields:
-        found = made.tier_name if name == "name" else getattr(made, name)
+        found = getattr(made, name)
+        if name == "name" and made.tier_name != made.type:  # which may have any characters
+            found = made.tier_name
         values: dict[str, Any] = {"type": made.type, name: found}
         try:
             as_ours = _Ours.model_construct(**values)

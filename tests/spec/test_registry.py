@@ -294,6 +294,11 @@ def test_a_key_of_ours_may_have_another_default(plugin: Install) -> None:
     assert chain(type="tape", reel="1GB") == ""
 
 
+def test_a_type_may_have_any_characters(plugin: Install) -> None:
+    plugin("plus", GOOD.replace("tape", "s3+tape"), **{"s3+tape": "TapeSpec"})
+    assert chain(type="s3+tape", reel="1GB") == ""
+
+
 def test_an_entry_point_that_names_no_class_is_told_how(plugin: Install, tmp_path: Path) -> None:
     plugin("noclass", GOOD, tape="TapeSpec")
     points = tmp_path / "noclass" / "noclass-1.0.dist-info" / "entry_points.txt"
