@@ -188,11 +188,14 @@ def test_a_secret_that_can_t_be_handed_over_is_refused(
     plugin(
         "veils",
         "from pydantic import SecretStr\nfrom spec.offloading import StoreSpec\n"
-        "class VeilSpec(StoreSpec):\n    word: SecretStr\n    def open(self, site): ...\n",
+        "class VeilSpec(StoreSpec):\n    word: SecretStr | None = None\n    text: str = ''\n"
+        "    def open(self, site): ...\n",
         veil="VeilSpec",
     )
     chain = tmp_path / "chain.yaml"
-    chain.write_text("version: 1\ntiers:\n  - {type: veil, word: open sesame}\n")
-    done = kvtiers("apply", chain, "--dry-run")
-    assert done.status == 2 and "a secret in it can't be handed over" in done.err
-    assert "sesame" not in done.out + done.err
+    said = "a secret in it can't be handed over"
+    for tier, is_refused in (("word: open sesame", True), (f"text: '{'*' * 12}'", False)):
+        chain.write_text(f"version: 1\ntiers:\n  - {{type: veil, {tier}}}\n")
+        done = kvtiers("apply", chain, "--dry-run", "--folder", tmp_path)
+        assert done.status and (said in done.err) == is_refused, done.err
+        assert "sesame" not in done.out + done.err and "is broken" not in done.err
