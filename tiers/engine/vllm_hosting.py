@@ -286,6 +286,8 @@ class HostingEngine:
         scheduler.add_request = adding
 
     def _outdate(self) -> None:
+        if self._is_outdated:  # as with each part of a request that goes on
+            return
         self._is_outdated = True
         logger.info(
             "the engine's prefix cache is reset, its weights have changed, or a request goes on "

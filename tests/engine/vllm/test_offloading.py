@@ -292,7 +292,7 @@ def test_nothing_is_served_or_kept_after_a_step_that_failed(how: str) -> None:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_nothing_is_served_or_kept_behind_a_request_that_goes_on_under_wrong_names(
-    right: bool,
+    right: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until a reset when there is none: one that is preempted by a reset computes all again."""
     from tiers.engine.vllm_hosting import HostingEngine
@@ -306,8 +306,11 @@ def test_nothing_is_served_or_kept_behind_a_request_that_goes_on_under_wrong_nam
     assert scheduler.add_request(SimpleNamespace(resumable=False)) == "added"
     assert not engine.is_outdated
     scheduler.requests["r"] = session = SimpleNamespace(resumable=True)
-    assert scheduler.add_request(session) == "added"
-    assert engine.is_outdated != right
+    caplog.set_level("INFO")
+    for _ in range(3):  # each part of it is added
+        assert scheduler.add_request(session) == "added"
+        assert engine.is_outdated != right
+    assert caplog.text.count("keep nothing from now on") == (not right)
     for there, succeeded in ((True, True), (False, False), (False, True)):
         engine._is_outdated = False
         scheduler.requests = {"r": session} if there else {}
