@@ -157,8 +157,10 @@ def test_a_slab_that_was_cut(tmp_path: Path) -> None:
     """What the next engine empties is not said to be held."""
     with stored(tmp_path / "kv"):
         assert not any("cut" in line for line in findings(tmp_path / "kv").get("note", []))
-    (slab,) = (tmp_path / "kv").glob("slab-*.dat")
-    os.truncate(slab, slab.stat().st_size // 2)
+        (slab,) = (tmp_path / "kv").glob("slab-*.dat")
+        os.truncate(slab, slab.stat().st_size // 2)
+        beside = examined(tmp_path / "kv", CAPACITY)
+        assert any("it holds" in line for line in beside), "as long as another has it open"
     before = everything(tmp_path / "kv")
     found = findings(tmp_path / "kv")
     assert "it will start empty" in found["note"][0] and "are cut or gone" in found["note"][0]

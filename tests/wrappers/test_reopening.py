@@ -227,17 +227,16 @@ def test_an_open_whose_error_can_not_be_told_is_that_tier_s_failure(
     caplog.set_level("INFO")
     with pytest.raises(TierUnusable, match="UntoldForGood"):
         opened(raising(UntoldForGood()))
-    fails = iter([Untold()])
-
-    def how() -> TierStore:
-        for error in fails:
-            raise error
-        return Mounted()
-
-    store = opened(how)
+    first = Mounted()
+    first.finds = raising(Untold())
+    opens: Iterator[Callable[[], TierStore]] = iter([raising(Untold()), lambda: first])
+    store = opened(lambda: next(opens, Mounted)())
     until(lambda: store.health.reads)
-    store.put([])
     assert [line for line in caplog.messages if "tried again: Untold" in line]
+    assert store.put(Memory([make_key()], SIZE).fill().blocks) == [False], "it is lost by this"
+    assert [line for line in caplog.messages if "is opened anew: Untold" in line]
+    until(lambda: store.health.reads)
+    store.close()
 
 
 @pytest.mark.parametrize("error", [ValueError("not in list"), SystemExit(3)])
