@@ -79,8 +79,9 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
     if issubclass(spec, HostSpec) and not is_ours(spec):
         raise broken(entry, "it is a HostSpec, which runs unguarded; make it a StoreSpec")
     check_whole(entry, spec)
+    members = {**vars(OffloadingSpec), **vars(StoreSpec)}
     for field in spec.model_fields:
-        if field in vars(OffloadingSpec) or field in vars(StoreSpec):
+        if members.get(field, False) is not False:  # a field can say what a flag does
             raise broken(entry, f"its field {field} has the name of what every tier's class has")
     if spec.hit_source not in HIT_SOURCES:
         raise broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")

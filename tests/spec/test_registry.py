@@ -289,8 +289,9 @@ def test_what_no_engine_could_use_is_refused_before_it_starts(
 
 
 def test_a_key_of_ours_may_have_another_default(plugin: Install) -> None:
+    """And a flag of the class may be a field, as it is with `: bool`."""
     more = "    deadline: float = 0.5\n    loads_at_once: int = 8\n    write_budget: float = 1e9\n"
-    plugin("faster", GOOD + more, tape="TapeSpec")
+    plugin("faster", f"{GOOD}{more}    resizes: bool = True\n", tape="TapeSpec")
     assert chain(type="tape", reel="1GB") == ""
 
 
