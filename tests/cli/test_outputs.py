@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.conftest import Ran
 from tiers.cli import arguments
-from tiers.cli.arguments import CannotWrite, write_json
+from tiers.cli.arguments import CannotWrite, write_result
 
 Kvtiers = Callable[..., Ran]
 KVTIERS = str(Path(sys.executable).parent / "kvtiers")
@@ -50,7 +50,7 @@ def test_what_is_no_file_is_written_and_stays(tmp_path: Path, kind: str) -> None
         path.symlink_to(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_json(path, {"a": 1})
+        write_result(path, {"a": 1})
         assert os.read(reader, 100) == b'{\n "a": 1\n}\n'
     finally:
         os.close(reader)
@@ -61,7 +61,7 @@ def test_what_a_link_names_is_written_and_the_link_stays(tmp_path: Path) -> None
     link, place = tmp_path / "link.json", tmp_path / "folder" / "real.json"
     place.parent.mkdir()
     link.symlink_to(place)
-    write_json(link, 7)
+    write_result(link, 7)
     assert link.is_symlink()
     assert place.read_text() == "7\n"
 
@@ -73,7 +73,7 @@ def test_what_was_there_keeps_its_owner_and_mode(
     path, given = tmp_path / "chain.yaml", list[tuple[int, int]]()
     monkeypatch.setattr(os, "fchown", lambda _, user, group: given.append((user, group)))
     path.touch(0o604)
-    write_json(path, 7)
+    write_result(path, 7)
     found = path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o604
     assert given == [(found.st_uid, found.st_gid)]
@@ -91,7 +91,7 @@ def test_an_owner_that_can_not_be_given_keeps_no_result_from_its_place(
     path = tmp_path / "result.json"
     path.touch(0o604)
     monkeypatch.setattr(os, "fchown", fchown)
-    write_json(path, 7)
+    write_result(path, 7)
     assert path.read_text() == "7\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
 
@@ -102,18 +102,18 @@ def test_a_link_in_the_draft_s_place_leads_nowhere(
     monkeypatch.setattr(arguments, "token_hex", lambda size: "known")
     (tmp_path / ".out.known.json").symlink_to(tmp_path / "of somebody")
     with pytest.raises(CannotWrite, match="File exists"):
-        write_json(tmp_path / "out.json", 7)
+        write_result(tmp_path / "out.json", 7)
     assert [*tmp_path.iterdir()] == [tmp_path / ".out.known.json"]
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    write_json(path, "before")
+    write_result(path, "before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(CannotWrite, match="it can't be written: File too large"):
-            write_json(path, "x" * 5000)
+            write_result(path, "x" * 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == '"before"\n'

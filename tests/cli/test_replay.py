@@ -137,15 +137,18 @@ def test_a_replay_says_who_shares_a_tier_and_a_real_one_that_nothing_expires(
 ) -> None:
     """It served what a ttl of the trace's time had ended long before."""
     chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.yaml"
-    chain.write_text("{version: 1, tiers: [{type: redis, url: 'redis://nowhere', ttl: 1m}]}")
+    chain.write_text(
+        "{version: 1, tiers: [{type: redis, url: 'redis://nowhere', ttl: 1m, maxmemory: 9GB}]}"
+    )
     profile.write_text(PROFILE + "  redis: {load_bandwidth: 5GB/s, store_bandwidth: 3GB/s}\n")
     ran = kvtiers("replay", *arguments, *how)
     told = [
         "redis: taken to have the traffic of this trace alone; where other engines use the same "
         "place, they take a part of its room and link",
         "nothing expires with --real: a ttl passes in this machine's time",
+        "redis evicts worse with --real: it tells ages apart by its seconds",
     ]
-    assert (ran.status, ran.err.splitlines()) == (0, told[: 1 + len(how)])
+    assert (ran.status, ran.err.splitlines()) == (0, told[: 1 + 2 * len(how)])
 
 
 def test_what_this_machine_cannot_do_is_said(

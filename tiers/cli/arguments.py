@@ -137,7 +137,7 @@ def write_result(file: Path | None, content: object) -> None:
     if file == DASH:
         typer.echo(json.dumps(content, indent=1), file=_RESULT.get())
     elif file is not None:
-        write_json(file, content)
+        write_whole(file, json.dumps(content, indent=1) + "\n")
 
 
 class CannotWrite(KVTiersError):
@@ -170,11 +170,6 @@ def write_whole(path: Path, text: str, like: Path | None = None) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise CannotWrite(f"{path}: it can't be written: {why}; name another place") from error
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write JSON to a file, whole or not at all. Raises CannotWrite."""
-    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def refused(why: object, status: int = 2) -> typer.Exit:

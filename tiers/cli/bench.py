@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import CHAIN, bar, check_places, refused, write_json
+from tiers.cli.arguments import CHAIN, bar, check_places, refused, write_result
 
 
 def bench(
@@ -58,7 +58,7 @@ def bench(
             f"{format_number(profile.store_latency * 1e3)} ms"
         )
     whole = machine.model_copy(update={"tiers": kept})
-    write_json(save, whole.model_dump(mode="json", exclude_none=True))
+    write_result(save, whole.model_dump(mode="json", exclude_none=True))
 
 
 def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +23,6 @@ from tiers.cli.arguments import (
     with_bar,
     write_result,
 )
-
-if TYPE_CHECKING:
-    from spec.chain import ChainSpec
-    from tiers.traces.trace import TraceRequest
-    from tiers.tuning.machine import Machine
-    from tiers.tuning.report import Report
 
 
 def replay(
@@ -86,7 +80,14 @@ def replay(
         size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
         chain, machine = load_chain(chain_file), load_machine(profile)
         if real:
-            report = _real(list(served), size, chain, machine, warm, scale, folder)
+            from spec.plugins import stdout_to_stderr
+            from tiers.lab.replay.replay_trace import replay as serve
+
+            came = list(served)
+            # Stores may print.
+            with stdout_to_stderr(), bar("requests are served", len(came)) as update:
+                how: Any = {"folder": folder, "progress": lambda count: update(completed=count)}
+                report = serve(came, size, chain, machine, warm=warm, bytes_per_token=scale, **how)
         else:
             report = simulate(served, size, chain, machine, warm=warm)
     except KVTiersError as error:
@@ -100,36 +101,12 @@ def replay(
         typer.echo("ghosts are not replayed: curve is exact", err=True)
     if real and any(getattr(tier, "ttl", None) for tier in chain.tiers):
         typer.echo("nothing expires with --real: a ttl passes in this machine's time", err=True)
+    if real and any(getattr(tier, "maxmemory", None) for tier in chain.tiers):
+        typer.echo("redis evicts worse with --real: it tells ages apart by its seconds", err=True)
+    if real:
+        typer.echo(
+            f"real connectors and stores, with {scale} bytes of KV a token in place of "
+            f"{machine.kv_bytes_per_token}, and tiers of as many blocks"
+        )
     typer.echo(table(report))
     write_result(json_file, report.to_json())
-
-
-def _real(
-    requests: list[TraceRequest],
-    block_tokens: int,
-    chain: ChainSpec,
-    machine: Machine,
-    warm: float,
-    scale: int,
-    folder: Path | None,
-) -> Report:
-    from spec.plugins import stdout_to_stderr
-    from tiers.lab.replay.replay_trace import replay
-
-    # Stores may print.
-    with stdout_to_stderr(), bar("requests are served", len(requests)) as update:
-        report = replay(
-            requests,
-            block_tokens,
-            chain,
-            machine,
-            warm=warm,
-            bytes_per_token=scale,
-            folder=folder,
-            progress=lambda count: update(completed=count),
-        )
-    typer.echo(
-        f"real connectors and stores, with {scale} bytes of KV a token in place of "
-        f"{machine.kv_bytes_per_token}, and tiers of as many blocks"
-    )
-    return report

@@ -80,6 +80,8 @@ def tune(
     from tiers.errors import KVTiersError
     from tiers.traces.open_trace import open_trace
     from tiers.tuning.search.budget import load_budget
+    from tiers.tuning.search.tune import TuneOptions
+    from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, too_little, unsearched
 
     check_places(out, json_file=json_file, keep=[trace, budget, judge, chain_file])
     given = load_budget(budget)
@@ -87,36 +89,34 @@ def tune(
     try:
         opened = open_trace(trace, conversations)
         other = None if judge is None else open_trace(judge, conversations)
-        found = _search(opened, other, given, present, chains, minutes, processes)
+        with bar("reading the trace", auto_refresh=False) as update:  # simulations are forked
+            update(refresh=True)
+            requests = _read(opened)
+            say_other_model(opened, given.machine)
+            judged = None if other is None else _read(other, opened.header.block_tokens)
+            seconds = None if minutes is None else minutes * 60
+            options = TuneOptions(chains, seconds, processes=processes, judge=judged)
+            found = searched(requests, opened, given, present, options, update)
     except KVTiersError as error:
         raise refused(error) from None
     judged_on = None if judge is None else one_line(judge.name)
-    _print_result(found, one_line(trace.name), judged_on, present, out, json_file)
+    chain_yaml = as_yaml(found, one_line(trace.name), present, judged_on)
+    typer.echo(as_text(found, judged_on))
+    if chain_yaml is None:
+        how_far = ", as far as so little traffic tells" if too_little(found) else ""
+        typer.echo(f"\nNo tier pays{how_far}: there is no chain to write.")
+    elif out is None:
+        typer.echo(f"\n{chain_yaml}", nl=False)
+    else:
+        write_whole(out, chain_yaml)
+        typer.echo(f"\nThe chain is in {out}.")
+        if more := unsearched(found, present):
+            typer.echo(more.replace("here", "there"))
+    write_result(json_file, as_json(found, one_line(trace.name)))
     if found.is_cut_off:
         raise typer.Exit(INTERRUPTED)
     if found.broken:
         raise typer.Exit(1)
-
-
-def _search(
-    trace: Trace,
-    other: Trace | None,
-    budget: Budget,
-    present: ChainSpec | None,
-    chains: int,
-    minutes: float | None,
-    processes: int,
-) -> Tuned:
-    from tiers.tuning.search.tune import TuneOptions
-
-    with bar("reading the trace", auto_refresh=False) as update:  # simulations are forked
-        update(refresh=True)
-        requests = _read(trace)
-        say_other_model(trace, budget.machine)
-        judge = None if other is None else _read(other, trace.header.block_tokens)
-        seconds = None if minutes is None else minutes * 60
-        options = TuneOptions(chains, seconds, processes=processes, judge=judge)
-        return searched(requests, trace, budget, present, options, update)
 
 
 def searched(
@@ -172,28 +172,3 @@ def _so_far(trials: Trials, asked: TuneOptions, seconds: float) -> str:
         f"{len(trials)} of {asked.limit} chains at most, best so far {ttft}, "
         f"{left / 60:.1f} min left at most"
     )
-
-
-def _print_result(
-    found: Tuned,
-    trace: str,
-    judged_on: str | None,
-    present: ChainSpec | None,
-    out: Path | None,
-    json_file: Path | None,
-) -> None:
-    from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, too_little, unsearched
-
-    chain = as_yaml(found, trace, present, judged_on)
-    typer.echo(as_text(found, judged_on))
-    if chain is None:
-        how_far = ", as far as so little traffic tells" if too_little(found) else ""
-        typer.echo(f"\nNo tier pays{how_far}: there is no chain to write.")
-    elif out is None:
-        typer.echo(f"\n{chain}", nl=False)
-    else:
-        write_whole(out, chain)
-        typer.echo(f"\nThe chain is in {out}.")
-        if more := unsearched(found, present):
-            typer.echo(more.replace("here", "there"))
-    write_result(json_file, as_json(found, trace))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,14 +45,14 @@ def program() -> str:
 
 
 class Server:
-    """A server on a unix socket in `folder`, whose path is short. `options`: more of its
-    configuration. Its blocks are lost when it is killed."""
+    """A server on a unix socket in `folder`, whose path is short, with the defaults of servers and
+    an LRU policy. Its blocks are lost when it is killed."""
 
-    def __init__(self, folder: Path, options: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         """Start it, and wait until it answers. Raises NoServer."""
         self._socket = folder / SOCKET
         given = {"port": "0", "unixsocket": str(self._socket), "save": "", "dir": str(folder)}
-        given |= {"maxmemory-policy": "allkeys-lru", **options}
+        given["maxmemory-policy"] = "allkeys-lru"
         command = [program(), *(part for k, v in given.items() for part in (f"--{k}", v))]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
@@ -72,12 +72,10 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         with self._client() as client:
             while time.monotonic() < deadline and self._process.poll() is None:
-                try:
+                with suppress(NotYet):
                     client.ping()
-                except NotYet:
-                    time.sleep(0.02)
-                else:
                     return
+                time.sleep(0.02)
         raise NoServer(f"{self._process.args!r} does not start")
 
     def limit(self, blocks: int, payload_bytes: int) -> None:

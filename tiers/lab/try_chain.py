@@ -71,7 +71,7 @@ def in_own_place(tier: Tier, place: Path, stack: ExitStack) -> Tier:
     stack. Raises NoServer, CannotReplay."""
     place.mkdir()
     if isinstance(tier, RedisSpec):
-        stack.callback(Server(place, {}).kill)
+        stack.callback(Server(place).kill)
     return moved(tier, place)
 
 

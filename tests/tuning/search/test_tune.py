@@ -17,7 +17,7 @@ from tiers.tuning.report import YEAR
 from tiers.tuning.search.search import Split, Trials
 from tiers.tuning.search.space import Space, growth
 from tiers.tuning.search.tune import TuneOptions, tune
-from tiers.tuning.search.tune_report import as_text, as_yaml, left_out, notes
+from tiers.tuning.search.tune_report import as_text, as_yaml, left_out, notes, unconfirmed
 
 
 def for_a_while(count: int) -> list[TraceRequest]:
@@ -56,6 +56,15 @@ def test_what_breaks_a_constraint_was_tried_and_is_told_by_how_much() -> None:
     assert "price_per_month is 70, not 10 or less" in said
     (said,) = left_out(replace(found, tried=(found.chosen,)))
     assert said == "disk is left out: no chain with it was tried."
+
+
+def test_a_gain_that_later_requests_do_not_show_is_not_to_be_trusted() -> None:
+    """What comes after the searched part is never asked for again."""
+    given = budget({"cpu": (400, {}), "disk": (400, {})})
+    (said,) = unconfirmed(tuned(requests([*loop(20, 10, 360), *once(10, 240)]), given))
+    assert "against no tiers it came to -" in said and "so the traffic has changed" in said
+    assert said in notes(tuned(requests([*loop(20, 10, 360), *once(10, 240)]), given))
+    assert not [*unconfirmed(tuned(requests(loop(20, 10, 600)), given))]
 
 
 def growing(count: int) -> list[TraceRequest]:

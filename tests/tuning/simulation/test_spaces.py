@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
 
 import pytest
+import redis
 
 from bench.eviction import replay
-from tiers.tuning.simulation.spaces import ArcSpace, LruSpace
+from tests.support.servers import RedisServer, binaries
+from tiers.tuning.simulation.sim_chain import SimTier
+from tiers.tuning.simulation.simulate import _space
+from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, leading
 
 SPACES = {"lru": LruSpace, "arc": ArcSpace}
 
@@ -61,3 +67,41 @@ def test_simulation_and_cpu_tier_hit_the_same_blocks(eviction: str, blocks: int,
     # in between.
     near = 0 if eviction == "lru" else hits // 50
     assert simulated(prompts, eviction, blocks) == pytest.approx(hits, abs=near)
+
+
+AGES, LONG = 300, 20
+"""Prompts, each used a minute after the one before, and their blocks."""
+
+
+@pytest.mark.parametrize("binary", binaries().values(), ids=binaries())
+@pytest.mark.parametrize("new", [1000, 3000])
+def test_a_server_and_its_space_keep_as_much_of_prompts_of_any_age(binary: Path, new: int) -> None:
+    space = _space(SimTier("redis", "redis", is_host=False), AGES * LONG, AGES + new)
+    for run in range(AGES):
+        space.store(([(run, (1 << LONG) - 1)], LONG, [run]))
+    for run in range(AGES, AGES + new):
+        space.store(([(run, 1)], 1, [run]))
+    whole = sum(leading(space.held[run]) for run in range(AGES))
+
+    blocks = list(product(range(AGES), range(LONG)))
+    with RedisServer(binary, **{"maxmemory-policy": "allkeys-lru"}) as server:
+        client = redis.Redis.from_url(server.url)
+        client.set("like", bytes(4096))
+        one = client.dump("like") or b""
+        many = client.pipeline(transaction=False)
+        for run, block in blocks:
+            many.restore(f"{run}-{block}", 0, one, idletime=60 * (AGES - run))
+        many.delete("like")
+        many.execute()
+        client.config_set("maxmemory", client.info("memory")["used_memory"])
+        for run in range(new):
+            many.set(f"new-{run}", bytes(4096))
+        many.execute()
+        for run, block in blocks:
+            many.exists(f"{run}-{block}")
+        there = many.execute()
+
+    exact = AGES * LONG - new
+    found = sum([*row, 0].index(0) for row in zip(*[iter(there)] * LONG, strict=True))
+    assert found < 0.95 * exact, "a server evicts by samples"
+    assert whole == pytest.approx(found, abs=0.05 * AGES * LONG)

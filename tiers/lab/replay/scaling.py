@@ -79,7 +79,7 @@ def _tier(tier: OffloadingSpec, scale: Scale, folder: Path, stack: ExitStack) ->
     if tier.write_budget is not None:
         change["write_budget"] = tier.write_budget * scale.payload_bytes / scale.real_bytes
     if isinstance(tier, RedisSpec):
-        server = Server(place, {"maxmemory-samples": "10"})
+        server = Server(place)
         stack.callback(server.kill)
         if tier.maxmemory is not None:
             server.limit(scale.blocks(tier.maxmemory), scale.payload_bytes)

@@ -19,7 +19,7 @@ from tiers.tuning.search.chain_text import (
     name,
     percent,
 )
-from tiers.tuning.search.search import LEAST, Evaluated, cost, excesses, gap
+from tiers.tuning.search.search import LEAST, Evaluated, beats, cost, excesses, gap
 from tiers.tuning.search.tune import ENOUGH, Tuned
 
 _COLUMNS = (
@@ -100,8 +100,25 @@ def notes(tuned: Tuned) -> list[str]:
         found += [
             f"Where it is judged, and not where it was searched, {text}." for text in tuned.broken
         ]
-    found += too_little(tuned)
+    found += [*unconfirmed(tuned), *too_little(tuned)]
     return [*found, *(f"Beware: {warning}." for warning in judged.report.warnings)]
+
+
+def unconfirmed(tuned: Tuned) -> Iterator[str]:
+    """What the search gained, and requests that nothing was chosen by do not show."""
+    budget, searched = tuned.budget, {one.chain: one.report for one in tuned.tried}
+    for label, what in (("present", "the present chain"), ("none", "no tiers")):
+        other = tuned.judged.get(label)
+        if tuned.is_cut_off or other is None or other.chain not in searched:
+            continue
+        there = tuned.chosen.report, searched[other.chain]
+        here = tuned.judged["chosen"].report, other.report
+        if beats(*there, budget) and not beats(*here, budget):
+            was, now = (change(gap(*pair, budget), budget.objective) for pair in (there, here))
+            yield (
+                f"Don't trust what is chosen: against {what} it came to {was} in the search, and "
+                f"comes to {now} where it is judged, so the traffic has changed. Record longer."
+            )
 
 
 def too_little(tuned: Tuned) -> list[str]:

@@ -15,7 +15,7 @@ from tiers.tuning.report import DAY, Mark, Report, Served, Stretch, TierCounts, 
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.sim_engine import SimEngine
 from tiers.tuning.simulation.simulated_tier import SimulatedTier
-from tiers.tuning.simulation.spaces import SPACES, AgedSpace, LruSpace, TimedSpace
+from tiers.tuning.simulation.spaces import SPACES, AgedSpace, LruSpace, SampledSpace, TimedSpace
 from tiers.tuning.simulation.workload import Workload
 
 STRETCHES = 16
@@ -76,8 +76,8 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
         )
     if tier.ttl is not None:
         return TimedSpace(blocks, runs, tier.ttl)
-    if tier.type == "object":
-        return AgedSpace(blocks, runs)
+    if of_type := {"object": AgedSpace, "redis": SampledSpace}.get(tier.type):
+        return of_type(blocks, runs)
     if tier.eviction not in SPACES:
         known = ", ".join(SPACES)
         raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from random import Random
 
 from tiers.host.arc_queues import AGAIN, ONCE, Arc
 
@@ -112,7 +114,59 @@ class AgedSpace(LruSpace):
         """Count nothing as used."""
 
 
-class TimedSpace(LruSpace):
+SAMPLES, CANDIDATES = 5, 16
+"""A server's `maxmemory-samples` by default, and how many it remembers of what it looked at."""
+
+
+class SampledSpace(LruSpace):
+    """Evicts as a Redis server does: of a few blocks, taken by chance, the one not used for
+    longest. Those of a prompt are as old as each other to it: the first go as soon as the last."""
+
+    def __init__(self, capacity: float, runs: int) -> None:
+        super().__init__(capacity, runs)
+        self._chance = Random(0).random  # the same trace has the same report
+        self._uses = 0
+        self._used_at = [0] * runs
+        self._blocks: list[Part] = []  # those that are held, and some that are no more
+        self._oldest: list[tuple[int, Part]] = []
+
+    def touch(self, path: Sequence[int]) -> None:
+        self._uses += 1
+        for run in path:
+            self._used_at[run] = self._uses
+
+    def store(self, job: Job) -> None:
+        for run, new in job[0]:
+            self._blocks += [(run, 1 << at) for at in range(new.bit_length()) if new >> at & 1]
+        super().store(job)
+
+    def shrink(self) -> None:
+        for _ in range(self.over()):
+            run, block = self._victim()
+            self.held[run] ^= block
+            self.known[run] ^= block
+            self.used -= 1
+
+    def _victim(self) -> Part:
+        blocks, oldest, held, used_at = self._blocks, self._oldest, self.held, self._used_at
+        while True:
+            for _ in range(SAMPLES):
+                run, block = blocks[at := int(self._chance() * len(blocks))]
+                if len(oldest) == CANDIDATES and used_at[run] >= oldest[-1][0]:
+                    continue
+                if held[run] & block:
+                    insort(oldest, (used_at[run], (run, block)))
+                    del oldest[CANDIDATES:]
+                else:  # it was evicted
+                    blocks[at] = blocks[-1]
+                    blocks.pop()
+            while oldest:
+                run, block = oldest.pop(0)[1]
+                if held[run] & block:
+                    return run, block
+
+
+class TimedSpace(SampledSpace):
     """Keeps a run for `ttl` seconds after it was stored, or offered by who had not just met it: a
     chain offers nothing to a store that it has loaded from there within a minute."""
 
@@ -151,7 +205,6 @@ class TimedSpace(LruSpace):
                 self.used -= held[run].bit_count()
                 self.known[run] ^= held[run]
                 held[run] = 0
-                del self._order[run]
 
 
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
