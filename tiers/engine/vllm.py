@@ -254,7 +254,9 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
             for one in child_transfers(extra_config, kv_role="kv_both")
         )
 
-    build_kv_connector_stats = staticmethod(rebuild)
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
+        return rebuild(data)
 
     @classmethod
     def build_prom_metrics(
@@ -423,7 +425,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._worker = this_worker()
         whole = getattr(self._worker, "vllm_config", vllm_config).kv_transfer_config
-        self._is_silent = whole is not vllm_config.kv_transfer_config and others_shake_hands(whole)
+        self._is_silent = whole.kv_connector == "MultiConnector" and others_shake_hands(whole)
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)

@@ -99,7 +99,7 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return [(name, one) for name, one in self.data.items() if not isinstance(one, dict)]
 
 
-def rebuild(data: Mapping[str, Any] | None = None) -> MultiKVConnectorStats:
+def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
     """Rebuild stats from what `to_dict` made, from live objects, or from both, and from vLLM's own
     form, in which a name is that of a registered connector. Raises ValueError for one that is none.
     A connector without stats of its own kind is left out."""

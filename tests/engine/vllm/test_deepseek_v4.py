@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.vllm.tiny_vllm import DEEPSEEK_V4, Run, documents
 from tests.support.compatibility import engine_version  # noqa: F401 - in the text below
@@ -45,6 +46,7 @@ def disk(folder: Path) -> dict[str, Any]:
     return {"type": "disk", "path": str(folder / "disk"), "capacity": "256MiB"}
 
 
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
 def test_compressed_attention_comes_back_from_every_tier(
     run_v4: Callable[..., Run], tmp_path: Path
 ) -> None:
