@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+MOST_CHARACTERS = 1000  # of an error's text: some quote a block or a server's whole answer
+
 
 def closest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is most like `word`, or None if none is like it."""
@@ -36,9 +38,6 @@ class SpecError(KVTiersError, ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
-
-
-MOST_CHARACTERS = 1000  # of an error's text: some quote a block or a server's whole answer
 
 
 def describe_error(error: BaseException) -> str:

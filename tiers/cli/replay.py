@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -80,14 +81,13 @@ def replay(
         size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
         chain, machine = load_chain(chain_file), load_machine(profile)
         if real:
-            from spec.plugins import stdout_to_stderr
+            from spec.plugins import stdout_to_stderr  # stores may print
             from tiers.lab.replay.replay_trace import replay as serve
 
             came = list(served)
-            # Stores may print.
             with stdout_to_stderr(), bar("requests are served", len(came)) as update:
-                how: Any = {"folder": folder, "progress": lambda count: update(completed=count)}
-                report = serve(came, size, chain, machine, warm=warm, bytes_per_token=scale, **how)
+                here = partial(serve, folder=folder, progress=lambda n: update(completed=n))
+                report = here(came, size, chain, machine, warm=warm, bytes_per_token=scale)
         else:
             report = simulate(served, size, chain, machine, warm=warm)
     except KVTiersError as error:

@@ -111,9 +111,8 @@ def _held(folder: Folder, capacity: int, access: Access) -> Generator[DoctorFind
             raise Damaged(why)
         with translated(folder.path), closing(Index(folder.index, is_ours=is_ours)) as index:
             with index.begin() as txn:
-                cut = folder.cut_slabs(Edit(txn, index.tables, b"").lengths())
-            if cut and not (owners.alive or owners.cut):
-                raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
+                lengths = Edit(txn, index.tables, b"").lengths()
+            folder.cut_slabs(lengths, may_be=bool(owners.alive or owners.cut))
             usage = index.usage()
     except Damaged as error:
         yield DoctorFinding("note", f"it will start empty: {error}", "nothing", _LOST)

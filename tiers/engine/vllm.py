@@ -260,7 +260,11 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> KVTiersPromMetrics:
         args = vllm_config, metric_types, labelnames, per_engine_labelvalues
         return KVTiersPromMetrics(*args, configured_tiers(vllm_config))

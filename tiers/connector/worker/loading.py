@@ -276,10 +276,8 @@ class Loading:
             load.lap("queue")
             line = self._fitted.line
             least = 0.0 if line is None else self._drop_below * line.seconds(len(load.job.items))
-            is_late = began + least > load.until
-            if is_late and self._at_once < len({f for _, f in self._loads if not f.done()}):
-                # Others are served in time instead. Where none waits behind those that run, that
-                # would help nobody, and paces of before would stay the last word on the tier.
+            if began + least > load.until and self._others_wait():
+                # Those are served in time instead.
                 load.dropped, load.seconds = True, 0.0
                 continue
             going.append(load)
@@ -296,6 +294,11 @@ class Loading:
     def threads(self) -> int:
         """Threads that have loads of which `ended` has not told yet."""
         return min(self._at_once, len({future for _, future in self._loads}))
+
+    def _others_wait(self) -> bool:
+        """Whether a load waits for its turn behind those that run. Where none does, dropping one
+        helps nobody, and paces of before would stay the last word on the tier."""
+        return len({future for _, future in self._loads if not future.done()}) > self._at_once
 
     def _load_items(self, loads: Sequence[Load], fence: Fence) -> None:
         """Load all that these have in the host pool, and what the one load has in a store."""

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiers.concurrency.file_locks import acquire, opened, release
+from tiers.disk.index.index import Damaged
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.paths import foreign, found_at, mount_of
@@ -183,14 +184,13 @@ class Folder:
         """The files that all processes share that have the folder open."""
         return [self.index, self.index_lock, self.lock, *self.path.glob("slab-*.dat")]
 
-    def cut_slabs(self, lengths: Mapping[int, int]) -> list[int]:
-        """Of slot sizes those whose file has fewer slots than so many, or is gone."""
+    def cut_slabs(self, lengths: Mapping[int, int], may_be: bool) -> list[int]:
+        """Slot sizes whose file is shorter, or gone. Raises Damaged where none `may_be`."""
         found = {size: found_at(self.path / f"slab-{size}.dat") for size in lengths}
-        return [
-            at
-            for at, is_there in found.items()
-            if not is_there or is_there.st_size // at < lengths[at]
-        ]
+        cut = [at for at, it in found.items() if not it or it.st_size // at < lengths[at]]
+        if cut and not may_be:
+            raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
+        return cut
 
     def _unwritable(self, error: OSError) -> TierNotOpen:
         return TierNotOpen(

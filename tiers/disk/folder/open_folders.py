@@ -168,10 +168,7 @@ def _restore_files(edit: Edit, slabs: Slabs, folder: Folder, is_cut: bool) -> No
     """Lengthen slab files that a power cut left shorter than the index says: records in the added
     slots will not verify. Raises Damaged if there was none (see `Owners.cut`)."""
     lengths = edit.lengths()
-    cut = folder.cut_slabs(lengths)
-    if cut and not is_cut:
-        raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
-    for size in cut:
+    for size in folder.cut_slabs(lengths, is_cut):
         there = slabs[size].slots()
         slabs[size].allocate(there, lengths[size] - there)
 

@@ -35,8 +35,6 @@ names do otherwise: an engine's thread that is busy with Python keeps ours waiti
 
 ASKED = 500
 """Names that are sent, and answered, in one call of the system."""
-
-
 OUT_OF_MEMORY = (
     "it is out of memory and refuses to store; raise its maxmemory, or CONFIG SET "
     "maxmemory-policy allkeys-lru"
