@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.vllm,
     # A text, which is looked at as a test runs: without vLLM none does.
     pytest.mark.skipif("engine_version() < '0.32'", reason="this vLLM has it on devices alone"),
+    pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX"),
 ]
 
 CPU = {"type": "cpu", "capacity": "64MiB"}
@@ -46,7 +47,6 @@ def disk(folder: Path) -> dict[str, Any]:
     return {"type": "disk", "path": str(folder / "disk"), "capacity": "256MiB"}
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
 def test_compressed_attention_comes_back_from_every_tier(
     run_v4: Callable[..., Run], tmp_path: Path
 ) -> None:

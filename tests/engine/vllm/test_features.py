@@ -32,9 +32,6 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
         "blocks of 128 tokens": ({"block_size": 128, "num_gpu_blocks_override": 10}, 3 * 512),
         "other hashes": ({"prefix_caching_hash_algo": "sha256_cbor"}, COMPLETE),
     }
-    four_bits = {"model": str(write_int4(tiny_llama, folder / "int4")), "dtype": "bfloat16"}
-    # As long as what is loaded: another chunk would round otherwise.
-    found["weights of four bits"] = ({**four_bits, "max_num_batched_tokens": 576}, COMPLETE)
     guessing = {"model": str(write_mtp(folder / "mtp", LLAMA)), "speculative_config": MTP}
     # vLLM computes the last block anew.
     found["its own guesses (MTP)"] = (guessing, COMPLETE - 3 * 32)
@@ -45,6 +42,9 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
         two |= {"decode_context_parallel_size": 2, "before": {"start": ["context_parallel"]}}
         found["tokens shared out among two ranks"] = (two, COMPLETE)
     if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
+        four_bits = {"model": str(write_int4(tiny_llama, folder / "int4")), "dtype": "bfloat16"}
+        # As long as what is loaded: another chunk would round otherwise.
+        found["weights of four bits"] = ({**four_bits, "max_num_batched_tokens": 576}, COMPLETE)
         for kind in ("fp8", "fp8_e5m2"):
             found[f"KV as {kind}"] = ({"kv_cache_dtype": kind}, COMPLETE)
         both = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "3"]}
