@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from bench.eviction import STAGING, Prompt, parser_of, replayed
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.contract.block_groups import leading, usable

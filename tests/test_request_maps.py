@@ -17,8 +17,8 @@ REQUESTS = {
     "multi/multi_scheduler.py::MultiScheduler._more_saves": "finished; until the next step",
     "multi/multi_worker.py::MultiWorker._loads_awaited": "on a worker, which learns of steps alone",
     "multi/multi_worker.py::MultiWorker._saves_awaited": "on a worker",
-    "policy/request_state.py::RequestTable._states": "all else that is known of a request",
-    "policy/request_state.py::RequestTable._unmarked": "it has no state before its media are known",
+    "policy/request_table.py::RequestTable._states": "all else that is known of a request",
+    "policy/request_table.py::RequestTable._unmarked": "it has no state before its media are known",
 }
 """Maps that are keyed by requests, and why not the state of the request has it."""
 

@@ -24,7 +24,8 @@ from tests.support.damage import damage_blocks
 from tests.support.fake_requests import BLOCKS, FakeRequest
 from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names, scheduler_of
-from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
+from tiers.connector.policy.request_state import RequestState, Scheduled
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import new_offers
 from tiers.contract.engine_info import EngineInfo

@@ -10,7 +10,7 @@ from tests.support.children import BlockTier, Tier
 from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.explain.accounts import lines
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import count_answers

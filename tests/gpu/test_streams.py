@@ -390,6 +390,7 @@ FILES = [
     "tiers/gpu/cuda.py",
     "tiers/connector/worker/loading.py",
     "tiers/connector/worker/offloading_worker.py",
+    "tiers/connector/worker/storing.py",
     "tiers/connector/worker/checksums.py",
     "tiers/connector/worker/host_slots.py",
 ]

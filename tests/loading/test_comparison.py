@@ -12,7 +12,7 @@ from spec.offloading import LOADS_AT_ONCE
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.assembly import scheduler_parts
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.loading import comparison
 from tiers.loading.comparison import (

@@ -8,7 +8,7 @@ from typing import Any
 from spec.chain import LoadPolicy
 from tests.support.clock import Clock
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.connector import SchedulerConnector, WorkerConnector
 from tiers.contract.messages import (
     NO_LOOKUP_TIMES,

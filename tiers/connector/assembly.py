@@ -13,7 +13,7 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.connector.live_chain import LiveChain, tenant_names
 from tiers.connector.multi.multi_scheduler import MultiSettings
 from tiers.connector.multi.worker_changes import ChangeParts
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.policy.tenant_counts import TenantCounts
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.scheduler.open_tier import TierOpener

@@ -11,7 +11,7 @@ from spec.chain_diff import ChainDiff
 from spec.offloading import OffloadingSpec
 from tiers.concurrency.executors import IoExecutor
 from tiers.connector.observers import open_ghosts, open_recorder
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.contract.protocols import RequestObserver

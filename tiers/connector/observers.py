@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from spec.chain import ChainSpec
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.contract.protocols import Request
 from tiers.contract.stats import CHAIN

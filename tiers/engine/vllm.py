@@ -45,7 +45,7 @@ from tiers.connector.multi.multi_connector import (
 )
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import NO_ADAPTERS, RequestMarks
 from tiers.contract.stats import OTHER_TENANTS, TENANT

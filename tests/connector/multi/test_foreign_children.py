@@ -19,7 +19,7 @@ from tests.support.fake_requests import (
     first_step,
 )
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 
 

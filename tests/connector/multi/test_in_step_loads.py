@@ -13,7 +13,7 @@ from tests.support.children import Tier
 from tests.support.fake_requests import FakeNewRequest, FakeRequest
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.requests import CachedRequests
 

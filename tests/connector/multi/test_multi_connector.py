@@ -16,7 +16,7 @@ from tiers.connector.multi.multi_connector import (
 )
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.marks import MediaMarks
 from tiers.contract.messages import TransferResults
 

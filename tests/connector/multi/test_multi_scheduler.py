@@ -16,7 +16,7 @@ from tiers.connector.assembly import scheduler_parts
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.connector import SchedulerConnector, WorkerConnector
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import TransferResults, WorkerHandshake

@@ -11,7 +11,7 @@ from tests.support.fake_requests import IDLE_STEP, FakeRequest
 from tiers.connector.multi.multi_connector import MultiConnectorMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.messages import TransferResults
 
 SIZE = 4

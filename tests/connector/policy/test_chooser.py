@@ -15,7 +15,8 @@ from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy import chooser
 from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch, stitched
 from tiers.connector.policy.chooser import Chooser, LookupLatency
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import LookupTimes
 from tiers.loading.comparison import SLOWER, Comparison

@@ -10,7 +10,8 @@ import pytest
 from bench.scheduled import Step
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
 from tiers.connector.policy.doubts import Doubts
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo, KVGroup
 from tiers.lab.replay.requests import CachedRequests
 
@@ -94,7 +95,7 @@ def test_a_client_that_only_says_so_is_not_heeded(more: dict[str, Any], is_alone
     client.given(([1, 2, 3],))
     node.doubts.allocated(client, 0, in_step=False)
     node.step(("client", [1, 2, 3], 0))
-    assert client.stores and not client.sent and node.requests._named.get("node") is None
+    assert client.stores and not client.sent and node.requests.weights._named.get("node") is None
     assert node.stores("has the same beginning", [1, 2, 4], 2)
 
 
@@ -155,13 +156,13 @@ def test_a_node_stands_for_itself_with_an_adapter_from_one_place() -> None:
         request: Any = FakeRequest("r")
         if adapter:
             request.lora_request = SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1])
-        weights, _, node = str(table.entry_of_weights(request)["weights"]).partition("@")
+        weights, _, node = str(table.weights.entry(request)["weights"]).partition("@")
         assert weights == ""
         return node
 
     places = [(), ("sql", "/v1"), ("sql", "/v2")]
     assert [node(*place) for place in places] == [node(*place) for place in places]
-    assert len({node(*place) for place in places} | {Node("").requests._here.hex()}) == 4
+    assert len({node(*place) for place in places} | {Node("").requests.weights._here.hex()}) == 4
 
 
 def test_a_copy_of_a_part_is_what_it_was_copied_from() -> None:

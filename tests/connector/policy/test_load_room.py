@@ -6,7 +6,8 @@ import pytest
 
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.load_room import LoadRoom
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo, KVGroup
 
 TOKENS = 4

@@ -12,7 +12,7 @@ from bench.scheduled import Step
 from spec.chain import TenantSpec
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeNewRequest, FakeRequest, FakeStep
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.admission import (
     WINDOW_SECONDS,
     Admission,

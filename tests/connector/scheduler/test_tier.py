@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
-from tiers.connector.policy.request_state import RequestTable, Scheduled
+from tiers.connector.policy.request_state import Scheduled
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import Offers, new_offers
 from tiers.contract.engine_info import EngineInfo, KVGroup

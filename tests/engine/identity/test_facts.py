@@ -30,7 +30,7 @@ from tests.support.lacking import refuse_threads
 from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
 from tiers.connector import assembly as chains
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler import open_tier
 from tiers.connector.worker import offloading_worker as workers
 from tiers.contract.engine_info import EngineInfo, KVGroup

@@ -513,7 +513,7 @@ def test_listeners_hear_once_that_weights_changed() -> None:
 
     from spec.chain import EventsSpec
     from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
-    from tiers.connector.policy.request_state import RequestTable
+    from tiers.connector.policy.request_table import RequestTable
     from tiers.engine.vllm import SchedulerHalf
     from tiers.engine.vllm_events import AsVllm, GroupKind
 

@@ -27,7 +27,7 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.errors import KVTiersError
 from tiers.gpu.copier import CpuCopier

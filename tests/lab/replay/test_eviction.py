@@ -117,7 +117,7 @@ def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
         plain(self, keys)
 
     monkeypatch.setattr(DiskStore, "touch", touch)
-    for user in ("worker.offloading_worker", "scheduler.tier_stores"):
+    for user in ("worker.storing", "scheduler.tier_stores"):
         monkeypatch.setattr(f"tiers.connector.{user}.batch_blocks", lambda payload: 3)
     made = engine(chain_of(tier(kind, tmp_path)), num_blocks=24, prefix_caching=False)
     if again:

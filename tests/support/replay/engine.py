@@ -18,7 +18,7 @@ from tests.support.replay.worker import LocalRank, Rank, Ranks
 from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.block_copier import OpenCopier
 from tiers.contract.engine_info import EngineInfo, LateFacts
 from tiers.contract.protocols import BlockEvent

@@ -34,7 +34,8 @@ from tiers.connector.policy.doubts import Doubts
 from tiers.connector.policy.load_room import LoadRoom
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.request_params import CACHED, KEY
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
@@ -456,7 +457,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         names the weights."""
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Mapping) and params.get("do_remote_decode"):
-            return self._requests.entry_of_weights(request)
+            return self._requests.weights.entry(request)
         is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
         return {CACHED: dict(cached)} if cached and is_ours and self._reports_cached else {}
 

@@ -20,7 +20,8 @@ from tiers.connector.policy.choice import (
     stitched,
     tokens_of_each,
 )
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.comparison import BESIDE, LATE, SLOWER, Comparison, Wish

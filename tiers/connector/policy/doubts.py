@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from itertools import chain, dropwhile
 
-from tiers.connector.policy.request_state import EngineStep, RequestState, RequestTable, Scheduled
+from tiers.connector.policy.request_state import EngineStep, RequestState, Scheduled
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.protocols import NULL_BLOCK
 
 
@@ -48,7 +49,7 @@ class Doubts:
     def judge(self, request_state: RequestState, computed: int) -> set[str]:
         """Whose weights a request's KV is of, beside its own; so is what it has behind its first
         `computed` tokens."""
-        if others := self._requests.judge(request_state):
+        if others := self._requests.weights.judge(request_state):
             self._sent.update(dict.fromkeys(self._behind(request_state, computed), others))
         return others
 

@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.inventory.journal import Run
 from tiers.contract.protocols import UNKNOWN, BlockEvent, Medium

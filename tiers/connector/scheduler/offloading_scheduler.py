@@ -10,7 +10,8 @@ from typing import Any
 from spec.chain import ChainSpec, WarmSpec
 from spec.offloading import LOADS_AT_ONCE, OffloadingSpec, StoreSpec
 from tiers.connector.policy.block_loader import SharedLoad
-from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
+from tiers.connector.policy.request_state import RequestState, lookup_seconds
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingSlots, PendingStore

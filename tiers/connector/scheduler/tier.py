@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.lookups import Lookup

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from tiers.connector.policy.request_state import EngineStep, RequestState, RequestTable, Scheduled
+from tiers.connector.policy.request_state import EngineStep, RequestState, Scheduled
+from tiers.connector.policy.request_table import RequestTable
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.jobs import Jobs, PendingStore, StoreShare
 from tiers.connector.scheduler.tier import Tier, TierRequest

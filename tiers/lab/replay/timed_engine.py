@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tiers.connector.multi.multi_scheduler import MultiScheduler
-from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.blocks import BlockPool, BlockTables
 from tiers.lab.replay.clock import Clock
