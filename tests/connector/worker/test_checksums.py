@@ -244,5 +244,5 @@ def test_it_ends_with_the_worker(memory: SlotMemory) -> None:
     found(made, [0])
     process = number(made)
     made.close()
-    assert not is_there(process)
+    wait_until(lambda: not is_there(process))  # a busy machine ends it late
     made.compute_apart()  # as for a tier that opens late
