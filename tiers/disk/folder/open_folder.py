@@ -19,7 +19,7 @@ from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import IoExecutor, require_unforked
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
-from tiers.disk.folder.owner import Owner, Owners
+from tiers.disk.folder.owner import Owner, Owners, scan_owners
 from tiers.disk.folder.upkeep import Keeping, Upkeep
 from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
@@ -196,6 +196,8 @@ class OpenFolder:
         except (FileNotFoundError, NotADirectoryError):  # `Keeping` reports it
             return
         free = found.f_bavail * found.f_frsize
+        if (self.index.usage().capacity or 0) < self.capacity:
+            self._succeed()
         usage = self.index.usage()
         of = usage.capacity, self.capacity
         short = slot_allocator.shortage(usage, self.capacity, free)
@@ -205,6 +207,14 @@ class OpenFolder:
             self.short = self._shortage.get(of, "")
         except TierUnusable as error:
             self.short = str(error)
+
+    def _succeed(self) -> None:
+        """Set our capacity again where the process that set another has ended."""
+        with self._files.locked():  # so that whoever has joined and may set one is seen
+            alive = scan_owners(self._files.owners, one_host=True).alive
+            with self.edit() as edit:
+                if edit.setter not in (None, *alive):
+                    edit.set_capacity(self.capacity)
 
     def _lose(self, why: str) -> bool:
         """Let no verb use the files any more; whether this is the first to find that. The last verb
@@ -223,7 +233,7 @@ class OpenFolder:
         blocks beyond it; `upkeep` evicts the rest in steps."""
         self.capacity = capacity
         with self.edit() as edit:
-            edit.capacity = capacity
+            edit.set_capacity(capacity)
             slot_allocator.shrink(edit, self.uses)
 
     def reserve(self, sizes: dict[bytes, int]) -> Put:
