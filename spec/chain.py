@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -89,6 +90,8 @@ class ExplainSpec(BaseModel, frozen=True, extra="forbid"):
     )
 
 
+Beside = TypeVar("Beside", EventsSpec, "RecordSpec | None", "ControlSpec | None")
+"""Settings with a folder that is no tier's."""
 MIN_BYTES = 16 << 20
 """A smaller `max` is refused: its files, a sixteenth of it each, could not hold a long prompt."""
 
@@ -273,6 +276,18 @@ def _as_spec(value: object, info: ValidationInfo) -> object:
         raise ValidationError.from_exception_data("tier", [problem]) from error
 
 
+def _refused(
+    model: type[BaseModel], problems: Sequence[tuple[tuple[int | str, ...], str, str]]
+) -> ValidationError:
+    """The error of problems, of each its place, its remedy and what was found there."""
+    kinds = [PydanticCustomError("clash", "{remedy}", {"remedy": one[1]}) for one in problems]
+    details = [
+        InitErrorDetails(type=kind, loc=loc, input=found)
+        for kind, (loc, _, found) in zip(kinds, problems, strict=True)
+    ]
+    return ValidationError.from_exception_data(model.__name__, details)
+
+
 def _typeless(value: Mapping[object, object]) -> ValidationError:
     problems = [InitErrorDetails(type="missing", loc=("type",), input=None)]
     slip = closest("type", [key for key in value if isinstance(key, str) and key != "type"])
@@ -397,6 +412,20 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
         description="Separate engines: those with different salts never share blocks.",
     )
 
+    @field_validator("events", "record", "control", mode="after")
+    @classmethod
+    def _lie_beside_our_tiers(cls, written: Beside, info: ValidationInfo) -> Beside:
+        key = "path" if info.field_name == "record" else "folder"
+        folder = getattr(written, key, None)
+        for index, tier in enumerate(info.data.get("tiers", ()) if folder else ()):
+            for field in tier.identity:
+                place = getattr(tier, field)
+                if isinstance(place, Path) and folder.is_relative_to(place):
+                    inside = f"it is in the folder of tiers[{index}].{field}, which is that tier's "
+                    remedy = f"{inside}alone; write another, like {place}-{info.field_name}"
+                    raise _refused(cls, [((key,), remedy, str(folder))])
+        return written
+
     @field_validator("tenants", mode="after")
     @classmethod
     def _name_our_tiers(
@@ -451,17 +480,7 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
     def _fit_together(cls, tiers: tuple[OffloadingSpec, ...]) -> tuple[OffloadingSpec, ...]:
         problems = [*name_clashes([tier.name for tier in tiers]), *_place_clashes(tiers)]
         if problems:
-            raise ValidationError.from_exception_data(
-                cls.__name__,
-                [
-                    InitErrorDetails(
-                        type=PydanticCustomError("clash", "{remedy}", {"remedy": clash.remedy}),
-                        loc=clash.loc,
-                        input=tiers[clash.loc[0]].type,
-                    )
-                    for clash in problems
-                ],
-            )
+            raise _refused(cls, [(c.loc, c.remedy, tiers[c.loc[0]].type) for c in problems])
         names = resolve_names([(tier.type, tier.name) for tier in tiers])
         named = zip(tiers, names, strict=True)
         return tuple(tier.model_copy(update={"name": name}) for tier, name in named)

@@ -37,6 +37,8 @@ RateOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BESIDE = 200e6
 """Bytes a second that are read beside engines unless --rate says otherwise."""
+SHOWN = 20
+"""Damaged blocks that have a line; on a bad disk there are as many as the disk holds."""
 
 
 def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -> None:
@@ -371,10 +373,11 @@ def _bar(text: str) -> Iterator[Progress]:
 
 
 def _verification_lines(name: str, report: Verification, seconds: float) -> Iterator[str]:
-    for key, why in report.found:
+    for key, why in report.found[:SHOWN]:
         yield f"{name}: damaged: {key}: {why}"
-    if report.damaged > len(report.found):
-        yield f"{name}: {report.damaged - len(report.found):,} more are damaged"
+    if report.damaged > SHOWN:
+        more = f"{report.damaged - SHOWN:,} more are damaged"
+        yield f"{name}: {more}; --json names {len(report.found):,} of them"
     pace = format_size(int(report.bytes / max(seconds, 1e-6)))
     counts = (
         (report.dropped, "dropped"),
