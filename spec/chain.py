@@ -420,7 +420,10 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
         for index, tier in enumerate(info.data.get("tiers", ()) if folder else ()):
             for field in tier.identity:
                 place = getattr(tier, field)
-                if isinstance(place, Path) and folder.is_relative_to(place):
+                is_inside = isinstance(place, Path) and folder.is_relative_to(place)
+                if info.field_name == "control":  # sockets below it harm nothing
+                    is_inside = place == folder
+                if is_inside:
                     inside = f"it is in the folder of tiers[{index}].{field}, which is that tier's "
                     remedy = f"{inside}alone; write another, like {place}-{info.field_name}"
                     raise _refused(cls, [((key,), remedy, str(folder))])

@@ -12,6 +12,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import typer
@@ -170,6 +172,16 @@ def write_whole(path: Path, text: str, like: Path | None = None) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise CannotWrite(f"{path}: it can't be written: {why}; name another place") from error
+
+
+def say(line: str, indent: int = 4) -> None:
+    """Print a line. On a terminal a long one goes on, between words, in further lines that are
+    indented by so many columns more."""
+    if sys.stdout.isatty():
+        beneath = " " * (len(line) - len(line.lstrip()) + indent)
+        width = max(40, get_terminal_size().columns)
+        line = fill(line, width, subsequent_indent=beneath, break_on_hyphens=False)
+    typer.echo(line)
 
 
 def refused(why: object, status: int = 2) -> typer.Exit:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from spec.errors import one_line
-from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, refused
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, refused, say
 
 
 def explain(
@@ -43,13 +43,17 @@ def explain(
         if len(known) > 1 and not as_json:
             typer.echo(f"engine {one_line(name)}")
         for account in accounts:
-            typer.echo("\n".join(_lines({"engine": name, **account}, as_json)))
+            if as_json:
+                typer.echo(json.dumps({"engine": name, **account}))
+                continue
+            for line in _lines({"engine": name, **account}):
+                say(line)
 
 
-def _lines(account: dict[str, Any], as_json: bool) -> list[str]:
+def _lines(account: dict[str, Any]) -> list[str]:
     from tiers.explain.accounts import lines
 
     try:
-        return [json.dumps(account)] if as_json else [*lines(account)]
+        return [*lines(account)]
     except (KeyError, TypeError, AttributeError):
         raise refused(other_version(account["engine"]), status=1) from None
