@@ -416,14 +416,13 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _lie_beside_our_tiers(cls, written: Beside, info: ValidationInfo) -> Beside:
         key = "path" if info.field_name == "record" else "folder"
-        folder = getattr(written, key, None)
-        for index, tier in enumerate(info.data.get("tiers", ()) if folder else ()):
+        folder: Path | None = getattr(written, key, None)
+        # Sockets below a tier's folder harm nothing.
+        above = {folder, *(folder.parents if folder and info.field_name != "control" else ())}
+        for index, tier in enumerate(info.data.get("tiers", ())):
             for field in tier.identity:
                 place = getattr(tier, field)
-                is_inside = isinstance(place, Path) and folder.is_relative_to(place)
-                if info.field_name == "control":  # sockets below it harm nothing
-                    is_inside = place == folder
-                if is_inside:
+                if isinstance(place, Path) and place in above:
                     inside = f"it is in the folder of tiers[{index}].{field}, which is that tier's "
                     remedy = f"{inside}alone; write another, like {place}-{info.field_name}"
                     raise _refused(cls, [((key,), remedy, str(folder))])

@@ -73,8 +73,8 @@ ControlFolder = Annotated[
     Path | None,
     typer.Option(
         "--folder",
-        help="The engines' control.folder, or one engine's socket in it. Unset: where a chain "
-        "without it has its own.",
+        help="The engines' control.folder, or one engine's socket in it. Unset: /run/kvtiers for "
+        "root, else /tmp/kvtiers-UID.",
     ),
 ]
 EngineName = Annotated[

@@ -36,11 +36,11 @@ def doctor(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this place before an engine starts.
+    """Check this host, and a chain on it, before an engine starts.
 
     Memory, the engine, plugins and each tier of the chain are looked at where they will serve, for
-    20 s each at most, and nothing is left there. Run it as the engine's user, in its container.
-    Status 1: something would keep a tier from serving. 2: the chain can't be used.
+    20 s each at most (plugins 60), and nothing is left there. Run it as the engine's user, in its
+    container. Status 1: something would keep a tier from serving. 2: the chain can't be used.
 
     \b
     kvtiers doctor

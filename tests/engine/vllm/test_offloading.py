@@ -438,7 +438,7 @@ def test_a_tier_that_serves_no_more_shows_it_in_the_metrics(
     options: dict[str, Any] = {"kv_transfer_config": transfer, "settled": True, **IN_PROCESS}
     first = run_vllm(ONE_BY_ONE, **options)
     assert first.count("disk", "hosted_tier_state open") == 1
-    told = {"1": [("reset_prefix_cache", {})]}
+    told: dict[str, Any] = {"1": [("reset_prefix_cache", {})]}
     again = run_vllm(ONE_BY_ONE, told=told, **options)
     assert again.tokens == answers
     assert again.count("disk", "hosted_tier_state open") == 0
