@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -250,11 +250,8 @@ MAX_TIERS = 32
 """A longer chain is refused: it is a mistake, and every lookup asks every tier."""
 
 
-class Clash(NamedTuple):
-    """Two tiers that can't be in one chain; `loc` is the key of the second."""
-
-    loc: tuple[int, str]
-    remedy: str
+Clash = tuple[tuple[int, str], str]
+"""Two tiers that can't be in one chain: the key of the second, and the remedy."""
 
 
 def _as_spec(value: object, info: ValidationInfo) -> object:
@@ -271,21 +268,13 @@ def _as_spec(value: object, info: ValidationInfo) -> object:
             raise UnknownPlugin(f"use {one_of(tier_types())}")
         return make_tier(found, value, info.context)
     except (UnknownPlugin, BrokenPlugin) as error:
-        reason = PydanticCustomError("tier_type", "{reason}", {"reason": str(error)})
-        problem = InitErrorDetails(type=reason, loc=("type",), input=found)
-        raise ValidationError.from_exception_data("tier", [problem]) from error
+        problems = [_problem(("type",), str(error), found)]
+        raise ValidationError.from_exception_data("tier", problems) from error
 
 
-def _refused(
-    model: type[BaseModel], problems: Sequence[tuple[tuple[int | str, ...], str, str]]
-) -> ValidationError:
-    """The error of problems, of each its place, its remedy and what was found there."""
-    kinds = [PydanticCustomError("clash", "{remedy}", {"remedy": one[1]}) for one in problems]
-    details = [
-        InitErrorDetails(type=kind, loc=loc, input=found)
-        for kind, (loc, _, found) in zip(kinds, problems, strict=True)
-    ]
-    return ValidationError.from_exception_data(model.__name__, details)
+def _problem(key: tuple[int | str, ...], remedy: str, found: object) -> InitErrorDetails:
+    kind = PydanticCustomError("remedy", "{remedy}", {"remedy": remedy})
+    return InitErrorDetails(type=kind, loc=key, input=found)
 
 
 def _typeless(value: Mapping[object, object]) -> ValidationError:
@@ -425,7 +414,8 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
                 if isinstance(place, Path) and place in above:
                     inside = f"it is in the folder of tiers[{index}].{field}, which is that tier's "
                     remedy = f"{inside}alone; write another, like {place}-{info.field_name}"
-                    raise _refused(cls, [((key,), remedy, str(folder))])
+                    problem = _problem((key,), remedy, str(folder))
+                    raise ValidationError.from_exception_data("written", [problem])
         return written
 
     @field_validator("tenants", mode="after")
@@ -482,7 +472,8 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
     def _fit_together(cls, tiers: tuple[OffloadingSpec, ...]) -> tuple[OffloadingSpec, ...]:
         problems = [*name_clashes([tier.name for tier in tiers]), *_place_clashes(tiers)]
         if problems:
-            raise _refused(cls, [(c.loc, c.remedy, tiers[c.loc[0]].type) for c in problems])
+            each = [_problem(key, remedy, tiers[key[0]].type) for key, remedy in problems]
+            raise ValidationError.from_exception_data(cls.__name__, each)
         names = resolve_names([(tier.type, tier.name) for tier in tiers])
         named = zip(tiers, names, strict=True)
         return tuple(tier.model_copy(update={"name": name}) for tier, name in named)
@@ -508,7 +499,7 @@ def name_clashes(names: Sequence[object]) -> Iterator[Clash]:
     for index, name in enumerate(names):
         first = names.index(name)
         if name is not None and first < index:
-            yield Clash((index, "name"), f"tiers[{first}] has this name; give each its own")
+            yield (index, "name"), f"tiers[{first}] has this name; give each its own"
 
 
 def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
@@ -516,11 +507,8 @@ def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
     for index, tier in enumerate(tiers):
         place = place_of(tier)
         if place and (first := seen.setdefault(place, index)) < index:
-            fields = " or ".join(tier.identity)
-            yield Clash(
-                (index, tier.identity[0]),
-                f"tiers[{first}] keeps its blocks in the same place; write another {fields}",
-            )
+            remedy = f"in the same place; write another {' or '.join(tier.identity)}"
+            yield (index, tier.identity[0]), f"tiers[{first}] keeps its blocks {remedy}"
 
 
 def place_of(tier: OffloadingSpec) -> tuple[object, ...]:

@@ -174,13 +174,11 @@ def write_whole(path: Path, text: str, like: Path | None = None) -> None:
         raise CannotWrite(f"{path}: it can't be written: {why}; name another place") from error
 
 
-def say(line: str, indent: int = 4) -> None:
-    """Print a line. On a terminal a long one goes on, between words, in further lines that are
-    indented by so many columns more."""
-    if sys.stdout.isatty():
+def say(line: str, indent: int = 4, folds: bool = True) -> None:
+    """Print a line. On a terminal a long one `folds` between words, with what follows indented."""
+    if folds and sys.stdout.isatty():
         beneath = " " * (len(line) - len(line.lstrip()) + indent)
-        width = max(40, get_terminal_size().columns)
-        line = fill(line, width, subsequent_indent=beneath, break_on_hyphens=False)
+        line = fill(line, get_terminal_size().columns, subsequent_indent=beneath)
     typer.echo(line)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,6 +32,8 @@ def explain(
     kvtiers explain --last 5
     kvtiers explain chatcmpl-81f --from engine-4711
     """
+    from tiers.explain.accounts import lines
+
     asked = {"request": request, "last": last, "slowest": slowest}
     question = {name: value for name, value in asked.items() if value is not None}
     if len(question) != 1:
@@ -43,17 +45,9 @@ def explain(
         if len(known) > 1 and not as_json:
             typer.echo(f"engine {one_line(name)}")
         for account in accounts:
-            if as_json:
-                typer.echo(json.dumps({"engine": name, **account}))
-                continue
-            for line in _lines({"engine": name, **account}):
-                say(line)
-
-
-def _lines(account: dict[str, Any]) -> list[str]:
-    from tiers.explain.accounts import lines
-
-    try:
-        return [*lines(account)]
-    except (KeyError, TypeError, AttributeError):
-        raise refused(other_version(account["engine"]), status=1) from None
+            try:
+                of_it = [json.dumps({"engine": name, **account})] if as_json else [*lines(account)]
+            except (KeyError, TypeError, AttributeError):
+                raise refused(other_version(name), status=1) from None
+            for line in of_it:
+                say(line, folds=not as_json)

@@ -50,11 +50,8 @@ def status(
         tiers = content.get("tiers")
         has_states = isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers)
         all_open &= has_states and all(tier.get("state") == "open" for tier in tiers)
-        if as_json:
-            typer.echo(json.dumps({"engine": name, **content}))
-            continue
-        for line in lines(name, found):
-            say(line)
+        for line in [json.dumps({"engine": name, **content})] if as_json else lines(name, found):
+            say(line, folds=not as_json)
     if not all_open:
         raise typer.Exit(1)
 
@@ -145,4 +142,4 @@ def _fill(tier: TierStatus) -> str:
 
 def _milliseconds(found: Percentiles | None) -> str:
     each = () if found is None else (found.p50, found.p99)
-    return "/".join(format_number(1000 * seconds) for seconds in each) or "-"
+    return "/".join(format_number(1000 * seconds, digits=2) for seconds in each) or "-"

@@ -252,7 +252,7 @@ class Top(App[None]):
         self._problem.show(problem(seen, time.monotonic()) or self._question(seen.path))
         width = self.size.width - 1
         tiers = {} if seen.status is None else {tier.name: tier for tier in seen.status.tiers}
-        self._tiers.fill({name: tier_row(tier) for name, tier in tiers.items()}, width)
+        self._tiers.fill({name: row(tier) for name, tier in tiers.items()}, width)
         tier = tiers.get(self._tiers.key)
         detail = [] if tier is None else [*tier_lines(tier)]
         ghosts = [] if seen.status is None else [*ghost_lines(seen.status.ghosts)]
@@ -283,18 +283,11 @@ def problem(seen: Watched, now: float) -> str:
     return "" if seen.status is not None else "the engine is asked"
 
 
-def tier_row(tier: TierStatus) -> Row:
-    """The cells of `status`, shorter: the fill's bytes are in the tier's lines."""
-    name, state, fill, *others = row(tier)
-    return (name, state, fill.partition(" of ")[0], *others)
-
-
 def tier_lines(tier: TierStatus) -> Iterator[str]:
     """All of the selected tier that its row lacks."""
-    fill = row(tier)[HEADS.index("fill")]
-    used = f"{bytes_text(tier.used_bytes)}, " if tier.capacity_bytes else ""
+    fill = bytes_text(tier.used_bytes) if tier.capacity_bytes else row(tier)[2]
     works = "see below" if tier.paused or tier.state != "open" else "reads and writes work"
-    yield f"{one_line(tier.name)} ({one_line(tier.type)}): {used}{fill}; {works}"
+    yield f"{one_line(tier.name)} ({one_line(tier.type)}): {fill}; {works}"
     yield from notes(tier)
     if tier.token_share is not None:
         yield f"since the start it loaded {tier.token_share:.1%} of the prompts' tokens"

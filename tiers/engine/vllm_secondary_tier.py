@@ -290,18 +290,15 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
 
     def get_stats(self) -> metrics.OffloadingConnectorStats | None:
         """Report the state where it has changed."""
-        if (state := self._state()) == self._reported:
+        state = "refused" if self._opening is not None and self._opening.done() else "opening"
+        if self._store is not None:
+            state = state_of([self._store.health]) if self._engine.serves else "down"
+        if state == self._reported:
             return None
         self._reported, stats = state, metrics.OffloadingConnectorStats()
         for name in STATES:
             stats.set_gauge(HOSTED_STATE, float(name == state), (self._spec.tier_name, name))
         return stats
-
-    def _state(self) -> str:
-        if self._store is not None:
-            return state_of([self._store.health]) if self._engine.serves else "down"
-        has_failed = self._opening is not None and self._opening.done()
-        return "refused" if has_failed else "opening"
 
     # -- loading -----------------------------------------------------------------------------
 

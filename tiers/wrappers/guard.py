@@ -73,9 +73,8 @@ MOST_CAUSES = 8
 """Named in the log of one time that a tier is down: some errors have a number in each."""
 
 CLOSE_SECONDS = 15.0
-"""Seconds to wait for a store to close, by default: an engine closes its scheduler's and its
-worker's, mostly one behind the other. The close continues in the background until the process
-ends."""
+"""Seconds to wait for a store to close, by default, of which an engine has two; the close continues
+in the background until the process ends."""
 
 
 class Health(NamedTuple):
@@ -536,9 +535,6 @@ def _trace_of(error: BaseException) -> BaseException | None:
     """The error whose traceback is logged: an error of ours needs none, a defect does, unless a
     formatter that asks its class would meet code of a plugin's."""
     kind = type(error)
-    is_plain = type(kind) is type and not any(_ODD & vars(one).keys() for one in kind.__mro__[:-2])
+    odd = {"__class__", "__getattribute__"}  # of no class of Python's above BaseException
+    is_plain = type(kind) is type and not any(odd & vars(one).keys() for one in kind.__mro__[:-2])
     return error if is_plain and not issubclass(kind, KVTiersError) else None
-
-
-_ODD = {"__class__", "__getattribute__"}
-"""Of no class of Python's above BaseException."""

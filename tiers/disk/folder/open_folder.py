@@ -197,7 +197,10 @@ class OpenFolder:
             return
         free = found.f_bavail * found.f_frsize
         if (self.index.usage().capacity or 0) < self.capacity:
-            self._succeed()
+            # Under the lock: who has joined, and may set one, is seen.
+            with self._files.locked(), self.edit() as edit:
+                if edit.setter not in (None, *scan_owners(self._files.owners, one_host=True).alive):
+                    edit.set_capacity(self.capacity)  # who set another has ended
         usage = self.index.usage()
         of = usage.capacity, self.capacity
         short = slot_allocator.shortage(usage, self.capacity, free)
@@ -207,14 +210,6 @@ class OpenFolder:
             self.short = self._shortage.get(of, "")
         except TierUnusable as error:
             self.short = str(error)
-
-    def _succeed(self) -> None:
-        """Set our capacity again where the process that set another has ended."""
-        with self._files.locked():  # so that whoever has joined and may set one is seen
-            alive = scan_owners(self._files.owners, one_host=True).alive
-            with self.edit() as edit:
-                if edit.setter not in (None, *alive):
-                    edit.set_capacity(self.capacity)
 
     def _lose(self, why: str) -> bool:
         """Let no verb use the files any more; whether this is the first to find that. The last verb
