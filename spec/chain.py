@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -89,6 +90,7 @@ class ExplainSpec(BaseModel, frozen=True, extra="forbid"):
     )
 
 
+Beside = TypeVar("Beside", EventsSpec, "RecordSpec | None", "ControlSpec | None")
 MIN_BYTES = 16 << 20
 """A smaller `max` is refused: its files, a sixteenth of it each, could not hold a long prompt."""
 
@@ -247,11 +249,8 @@ MAX_TIERS = 32
 """A longer chain is refused: it is a mistake, and every lookup asks every tier."""
 
 
-class Clash(NamedTuple):
-    """Two tiers that can't be in one chain; `loc` is the key of the second."""
-
-    loc: tuple[int, str]
-    remedy: str
+Clash = tuple[tuple[int, str], str]
+"""Two tiers that can't be in one chain: the key of the second, and the remedy."""
 
 
 def _as_spec(value: object, info: ValidationInfo) -> object:
@@ -268,9 +267,13 @@ def _as_spec(value: object, info: ValidationInfo) -> object:
             raise UnknownPlugin(f"use {one_of(tier_types())}")
         return make_tier(found, value, info.context)
     except (UnknownPlugin, BrokenPlugin) as error:
-        reason = PydanticCustomError("tier_type", "{reason}", {"reason": str(error)})
-        problem = InitErrorDetails(type=reason, loc=("type",), input=found)
-        raise ValidationError.from_exception_data("tier", [problem]) from error
+        problems = [_problem(("type",), str(error), found)]
+        raise ValidationError.from_exception_data("tier", problems) from error
+
+
+def _problem(key: tuple[int | str, ...], remedy: str, found: object) -> InitErrorDetails:
+    kind = PydanticCustomError("remedy", "{remedy}", {"remedy": remedy})
+    return InitErrorDetails(type=kind, loc=key, input=found)
 
 
 def _typeless(value: Mapping[object, object]) -> ValidationError:
@@ -397,6 +400,23 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
         description="Separate engines: those with different salts never share blocks.",
     )
 
+    @field_validator("events", "record", "control", mode="after")
+    @classmethod
+    def _lie_beside_our_tiers(cls, written: Beside, info: ValidationInfo) -> Beside:
+        key = "path" if info.field_name == "record" else "folder"
+        folder: Path | None = getattr(written, key, None)
+        # Sockets below a tier's folder harm nothing.
+        above = {folder, *(folder.parents if folder and info.field_name != "control" else ())}
+        for index, tier in enumerate(info.data.get("tiers", ())):
+            for field in tier.identity:
+                place = getattr(tier, field)
+                if isinstance(place, Path) and place in above:
+                    inside = f"it is in the folder of tiers[{index}].{field}, which is that tier's "
+                    remedy = f"{inside}alone; write another, like {place}-{info.field_name}"
+                    problem = _problem((key,), remedy, str(folder))
+                    raise ValidationError.from_exception_data("written", [problem])
+        return written
+
     @field_validator("tenants", mode="after")
     @classmethod
     def _name_our_tiers(
@@ -451,17 +471,8 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
     def _fit_together(cls, tiers: tuple[OffloadingSpec, ...]) -> tuple[OffloadingSpec, ...]:
         problems = [*name_clashes([tier.name for tier in tiers]), *_place_clashes(tiers)]
         if problems:
-            raise ValidationError.from_exception_data(
-                cls.__name__,
-                [
-                    InitErrorDetails(
-                        type=PydanticCustomError("clash", "{remedy}", {"remedy": clash.remedy}),
-                        loc=clash.loc,
-                        input=tiers[clash.loc[0]].type,
-                    )
-                    for clash in problems
-                ],
-            )
+            each = [_problem(key, remedy, tiers[key[0]].type) for key, remedy in problems]
+            raise ValidationError.from_exception_data(cls.__name__, each)
         names = resolve_names([(tier.type, tier.name) for tier in tiers])
         named = zip(tiers, names, strict=True)
         return tuple(tier.model_copy(update={"name": name}) for tier, name in named)
@@ -487,7 +498,7 @@ def name_clashes(names: Sequence[object]) -> Iterator[Clash]:
     for index, name in enumerate(names):
         first = names.index(name)
         if name is not None and first < index:
-            yield Clash((index, "name"), f"tiers[{first}] has this name; give each its own")
+            yield (index, "name"), f"tiers[{first}] has this name; give each its own"
 
 
 def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
@@ -495,11 +506,8 @@ def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
     for index, tier in enumerate(tiers):
         place = place_of(tier)
         if place and (first := seen.setdefault(place, index)) < index:
-            fields = " or ".join(tier.identity)
-            yield Clash(
-                (index, tier.identity[0]),
-                f"tiers[{first}] keeps its blocks in the same place; write another {fields}",
-            )
+            remedy = f"in the same place; write another {' or '.join(tier.identity)}"
+            yield (index, tier.identity[0]), f"tiers[{first}] keeps its blocks {remedy}"
 
 
 def place_of(tier: OffloadingSpec) -> tuple[object, ...]:

@@ -42,7 +42,12 @@ class SpecError(KVTiersError, ValueError):
 
 def describe_error(error: BaseException) -> str:
     """An error's class and text; the class alone if a plugin's error has no text."""
-    return ": ".join(filter(None, (type(error).__name__, _text_of(error))))
+    return ": ".join(filter(None, (class_name(error), _text_of(error))))
+
+
+def class_name(error: BaseException) -> str:
+    """The name of an error's class, which a plugin's metaclass has no part in."""
+    return str(type.__dict__["__name__"].__get__(type(error)))
 
 
 def reason_of(error: BaseException) -> str:

@@ -213,8 +213,8 @@ def _clashes_so_far(document: Document) -> Iterator[Problem]:
     tiers = document.data.get("tiers") if isinstance(document.data, Mapping) else None
     if isinstance(tiers, Sequence) and not isinstance(tiers, str):
         names = [t.get("name") if isinstance(t, Mapping) else None for t in tiers[:MAX_TIERS]]
-        for clash in name_clashes(names):
-            yield {"type": "clash", "loc": ("tiers", *clash.loc), "msg": clash.remedy}
+        for key, remedy in name_clashes(names):
+            yield {"type": "remedy", "loc": ("tiers", *key), "msg": remedy}
 
 
 def _describe(loc: Loc, document: Document) -> str:

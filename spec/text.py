@@ -48,9 +48,10 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
-    """The lines of a table; the first `left` columns are flush left, or all of them."""
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None, gap: int = 2) -> list[str]:
+    """The lines of a table, with a gap between columns; the first `left` columns are flush left, or
+    all of them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     at = len(widths) if left is None else left
     cells = ([*map(str.ljust, r[:at], widths), *map(str.rjust, r[at:], widths[at:])] for r in rows)
-    return ["  ".join(row).rstrip() for row in cells]
+    return [(" " * gap).join(row).rstrip() for row in cells]

@@ -68,4 +68,4 @@ class RecordingError(KVTiersError):
 def ends_process(error: BaseException) -> bool:
     """Whether it asks this process to end. On another thread a plugin called exit, which fails."""
     is_main = threading.current_thread() is threading.main_thread()
-    return is_main and isinstance(error, KeyboardInterrupt | SystemExit)
+    return is_main and issubclass(type(error), KeyboardInterrupt | SystemExit)

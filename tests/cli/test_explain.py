@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -42,6 +43,29 @@ def test_it_tells_of_requests_by_name_the_last_and_the_slowest(
     assert status == 1 and "no engine is called 'another'" in err
     status, _, err = kvtiers("explain", "--last", "1", "--folder", tmp_path)
     assert status == 1 and "no engine listens" in err
+
+
+def test_on_a_terminal_no_line_breaks_within_a_word(
+    kvtiers: Run,
+    engine: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a tier answered takes up to 220 columns; where it is no terminal, scripts have it so."""
+    made = engine(cpu(4), disk(tmp_path), explain={})
+    made.generate([*range(42)], 2)
+    made.settle()
+    asked = "explain", "--last", "1", "--folder", tmp_path / "control"
+    _, out, _ = kvtiers(*asked)
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda file: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    _, folded, _ = kvtiers(*asked)
+    assert max(map(len, out.splitlines())) > 60 >= max(map(len, folded.splitlines()))
+    assert folded.split() == out.split()
+    assert len(folded.splitlines()) > len(out.splitlines()), "and what goes on is indented"
+    assert {line for line in folded.splitlines() if not line.startswith("  ")} == {
+        out.splitlines()[0]
+    }
 
 
 def test_of_several_engines_each_is_named(

@@ -59,8 +59,8 @@ def test_the_text_has_what_an_operator_looks_for() -> None:
     assert [*lines("chat-7", STATUS)] == [
         "engine chat-7: up 2h, load policy stitched, chain version 3, 12,345 prompt tokens, 100 of "
         "late, computes 4,000 tokens/s, its last step was 90s ago",
-        "tier  state     fill              prompts  load/s      store/s  lookup ms  load ms  queue",
-        "disk  degraded  50G of 200G, 25%  25.0%    1.5G of 3G  0        0.1 2.5    -        2+1",
+        "tier state    fill        share load/s  store/s lookup ms load ms queue",
+        "disk degraded 25% of 200G 25.0% 1.5G/3G 0       0.1/2.5   -       2+1",
         "  disk: writes are down: OSError: No space left on device",
         "  disk: blocks: 1,200 dropped (budget), 7 evicted",
         "  ghost disk (capacity: 2x): 60.0% of blocks +- 2.0%",

@@ -148,13 +148,13 @@ def test_tiers_and_requests_are_on_a_screen_of_80_columns(engine: Engine, tmp_pa
         made.settle()
 
     async def script(pilot: Pilot[None]) -> None:
-        lines = await shows(pilot, "queue", "cpu (cpu): 16K of 16K, 100%; reads and")
+        lines = await shows(pilot, "queue", "cpu (cpu): 16K; reads and")
         place = next(place for place, line in enumerate(lines) if line.startswith(" tier "))
         heads, *rows = lines[place : place + 4]
         assert heads.split()[:5] == ["tier", "state", "fill", "share", "load/s"]
         assert heads.rstrip().endswith("queue"), "the last column is on the screen"
         assert [row.split()[1] for row in rows] == ["open", "open", "refused"]
-        assert rows[0].split()[2:4] == ["100%", "19.0%"]
+        assert rows[0].split()[2:6] == ["100%", "of", "16K", "19.0%"]
         assert rows[2].split()[0].endswith("…")
         await shows(pilot, "since the start it loaded 19.0%", "blocks: ", " evicted")
         await pilot.press("down", "down")
@@ -273,6 +273,24 @@ def test_what_was_loaded_is_not_cut_where_requests_scroll(
     play(tmp_path / "control", script)
 
 
+def test_three_tiers_that_loaded_leave_room_for_the_requests_name(
+    serve: Callable[..., Path], tmp_path: Path
+) -> None:
+    times = dict.fromkeys(top_screen.WAITS, 400.0)
+    loaded = {"cpu": 2560, "disk": 3520, "redis": 640}
+    attempt = {"own_cache": 0, "computed": 38, "loaded": loaded, "milliseconds": times}
+    account = {"state": "finished", "prompt_tokens": 6758, "attempts": [attempt]}
+    name = "chatcmpl-0123456789abcdef0123456789abcdef-0-01234567"
+    serve("a", STATUS.model_dump(mode="json"), [{**account, "request": name}] * 30)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        lines = await shows(pilot, "finished", "6720 cpu+disk+redis")
+        assert any(line.startswith(f" {name[:14]}") for line in lines), lines
+
+    play(tmp_path / "control", script)
+
+
 @pytest.mark.parametrize("status", [{"version": "9"}, [], None])
 def test_a_status_of_another_version_is_named(
     serve: Callable[..., Path], tmp_path: Path, status: object
@@ -304,7 +322,7 @@ def test_a_selected_tier_says_what_its_row_lacks() -> None:
     }
     tier = TIER.model_copy(update={"sums": sums})
     assert [*top_screen.tier_lines(tier)] == [
-        "disk (disk): 50G of 200G, 25%; see below",
+        "disk (disk): 50G; see below",
         "writes are down: OSError: No space left on device",
         "blocks: 1,200 dropped (budget)",
         "since the start it loaded 50.0% of the prompts' tokens",
@@ -313,12 +331,10 @@ def test_a_selected_tier_says_what_its_row_lacks() -> None:
         "to load, 3 that could not wait so long, 1 whose lookup was given up",
         "operations that failed: 2",
     ]
-    cells = ("disk", "degraded", "25%", "25.0%", "1.5G/3G", "0", "0.1 2.5", "-", "2+1")
-    assert top_screen.tier_row(tier) == cells
     nothing = dict.fromkeys(("token_share", "load_latency_seconds"))
     idle = tier.model_copy(update={"state": "open", "why": "", "sums": {}, **nothing})
     assert [*top_screen.tier_lines(idle)] == [
-        "disk (disk): 50G of 200G, 25%; reads and writes work",
+        "disk (disk): 50G; reads and writes work",
         "blocks: 1,200 dropped (budget)",
     ]
 

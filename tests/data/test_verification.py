@@ -89,6 +89,18 @@ def test_a_thousand_flipped_records_are_found_and_no_other_is_dropped(tmp_path: 
         disk.audit(store)
 
 
+def test_a_bad_disk_does_not_fill_the_screen(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+    folder, chance = tmp_path / "kv", random.Random(7)
+    with disk.opened(folder, slots=40) as store:
+        assert all(disk.put(store, disk.keys(*range(40)), PAYLOAD))
+        flip(folder, range(30), chance)
+    ran = kvtiers("verify", chain_of(folder))
+    *named, more, last = ran.out.splitlines()
+    assert (ran.status, len(named)) == (1, 20) and all(": damaged: " in line for line in named)
+    assert more == "disk: 10 more are damaged; --json names 30 of them"
+    assert last.startswith("disk: 40 blocks, ") and last.endswith(": 30 damaged")
+
+
 @pytest.mark.parametrize("found", ["another key", "is another", "payload of", "unreadable"])
 def test_a_record_that_is_not_the_index_s_is_damaged_however_whole(
     tmp_path: Path, found: str, monkeypatch: pytest.MonkeyPatch

@@ -170,6 +170,20 @@ def test_a_slab_that_was_cut(tmp_path: Path) -> None:
     assert not slab.exists() and [*before][:-1] == [*everything(tmp_path / "kv")]
 
 
+def test_a_slab_that_a_power_cut_shortened(tmp_path: Path) -> None:
+    """The next engine lengthens it, and serves what is left."""
+    with stored(tmp_path / "kv", durability="batch"):
+        (mark,) = (tmp_path / "kv" / "owners").iterdir()
+        text = mark.read_bytes()
+    (slab,) = (tmp_path / "kv").glob("slab-*.dat")
+    os.truncate(slab, slab.stat().st_size // 2)
+    (tmp_path / "kv" / "index.seal").unlink()  # of a clean close
+    boot = "0" * 8 + mark.name[8:]
+    mark.with_name(boot).write_bytes(text)
+    found = findings(tmp_path / "kv", durability="batch")
+    assert "it holds 4 blocks, 4.016MiB" in found["fine"] and "note" not in found, found
+
+
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mount a file system on a folder until the test ends."""

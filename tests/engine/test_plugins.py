@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class PluginSpec(StoreSpec):
         return MAKE[0]()
 
 
+CLOSE_SECONDS = guarding.CLOSE_SECONDS
 MAKE: list[Callable[[], object]] = [Store]
 
 
@@ -95,6 +97,26 @@ def test_a_store_of_which_nothing_is_ever_found_says_so_once(
     assert measured(made, "loaded_tokens", "plugin") == 0
     said = [line for line in caplog.messages if "open the store separately" in line]
     assert len(said) == 1 and "plugin (package tests)" in said[0]
+
+
+class Staying(Store):
+    def close(self) -> None:
+        HANG.wait()
+
+
+@pytest.mark.fault
+def test_a_close_that_hangs_holds_an_engine_half_a_minute_at_most(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here each second is a tenth. Both halves wait for it, one behind the other."""
+    monkeypatch.setattr(guarding, "CLOSE_SECONDS", CLOSE_SECONDS / 10)
+    MAKE[:] = [Staying]
+    made = engine(chain(), num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    began = time.monotonic()
+    made.close()
+    assert 2.5 < time.monotonic() - began < 4
 
 
 class Cutting(Store):

@@ -7,7 +7,8 @@ import math
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -323,6 +324,61 @@ def test_a_panic_of_a_plugin_in_rust_is_a_failure() -> None:
     store.error = type("PanicException", (BaseException,), {})("explicit panic")
     guarded = Guarded(store, "t")
     assert guarded.has([KEY]) == [False] and not is_up(guarded)
+
+
+class Incapable(Store, Capable):
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        assert self.error is not None
+        raise self.error
+
+
+class Nameless(type):
+    def __getattribute__(cls, name: str) -> object:
+        if name in ("__name__", "__qualname__", "__module__"):
+            raise RuntimeError("no name")
+        return super().__getattribute__(name)
+
+
+class Lying(Exception):
+    """It answers what it is asked by what it was made with."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if isinstance(self.args[0], Exception):
+            raise self.args[0]
+        return cast(type, self.args[0])
+
+
+class Mute(Exception):
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+class Named(Exception, metaclass=Nameless): ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("Named", None),
+        ("Mute", None),
+        ("Lying", KeyboardInterrupt),
+        ("Lying", RecordError),
+        ("Lying", RuntimeError()),
+    ],
+)
+@pytest.mark.parametrize("store", [Store, Incapable])
+def test_no_error_escapes_by_what_its_class_says(
+    kind: str, says: object, store: type[Store]
+) -> None:
+    made = store()
+    made.error = globals()[kind](says)
+    guarded = Guarded(made, "t")
+    answers: list[object] = []
+    with suppress(BaseException):  # which no runner of tests could show
+        answers += [guarded.has([KEY]), capability(guarded, Clear)]
+    assert answers == [[False], None] and not is_up(guarded)
+    assert guarded.failures.by_kind() == {kind: 1 + (store is Incapable)}
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])
@@ -683,12 +739,6 @@ class Untold(Exception):
 
     def __str__(self) -> str:
         raise self.args[0] if self.args else RuntimeError("no text either")
-
-
-class Incapable(Store, Capable):
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        assert self.error is not None
-        raise self.error
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,16 @@ def apply(
         ),
     ] = None,
     folder: ControlFolder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Change the chain of a running engine to this one, on all ranks at once or not at all.
 
     Prints what becomes of each tier: kept, changed, resized, reopened, added, drained. Requests in
     flight keep their plan. The engine goes on to watch a change with --watch when this command is
     interrupted. --dry-run asks no rank for memory, so a rank may still refuse. The engine is looked
-    for in the chain's control.folder unless --folder is given. Status 1: it was refused, and
-    nothing has changed, or it was taken back, or changed in part: without a tier that did not
-    close, or could be opened neither anew nor as it was.
+    for in the chain's control.folder unless --folder is given. Status 1: the change was refused, so
+    that nothing has changed; or it was taken back; or a tier is missing now, which did not close or
+    did not open again.
 
     \b
     kvtiers apply chain.yaml --dry-run

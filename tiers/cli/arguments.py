@@ -12,6 +12,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import typer
@@ -71,8 +73,8 @@ ControlFolder = Annotated[
     Path | None,
     typer.Option(
         "--folder",
-        help="The engines' control.folder, or one engine's socket in it. Unset: where a chain "
-        "without it has its own.",
+        help="The engines' control.folder, or one engine's socket in it. Unset: /run/kvtiers for "
+        "root, else /tmp/kvtiers-UID.",
     ),
 ]
 EngineName = Annotated[
@@ -170,6 +172,14 @@ def write_whole(path: Path, text: str, like: Path | None = None) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise CannotWrite(f"{path}: it can't be written: {why}; name another place") from error
+
+
+def say(line: str, indent: int = 4, folds: bool = True) -> None:
+    """Print a line. On a terminal a long one `folds` between words, with what follows indented."""
+    if folds and sys.stdout.isatty():
+        beneath = " " * (len(line) - len(line.lstrip()) + indent)
+        line = fill(line, get_terminal_size().columns, subsequent_indent=beneath)
+    typer.echo(line)
 
 
 def refused(why: object, status: int = 2) -> typer.Exit:

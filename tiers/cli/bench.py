@@ -20,8 +20,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="TIER",
-            help="Measure this tier where engines keep their blocks, as a Redis can only be: "
-            "hundreds of MiB are stored there and dropped, for which a full store evicts as much.",
+            help="Measure this tier where engines keep their blocks; a Redis is measured in no "
+            "other way. Hundreds of MiB are stored there and dropped; a full store evicts as much.",
         ),
     ] = None,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TierOption = Annotated[
     str | None,
-    typer.Option("--tier", metavar="NAME", help="Only this tier, of those that list blocks."),
+    typer.Option("--tier", metavar="NAME", help="Only this tier. Unset: each that lists blocks."),
 ]
 RateOption = Annotated[
     str | None,
@@ -37,6 +37,7 @@ RateOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BESIDE = 200e6
 """Bytes a second that are read beside engines unless --rate says otherwise."""
+SHOWN = 20  # damaged blocks, a line each: on a bad disk all may be
 
 
 def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -> None:
@@ -64,8 +65,8 @@ def verify(
 ) -> None:
     """Read every block of a tier and check key, length and checksum.
 
-    Changes nothing, counts as no use of a block, and runs beside engines. Ends with 1 if any block
-    is damaged; engines never serve those.
+    Changes nothing, counts as no use of a block, and runs beside engines. Ends with 1 if a block is
+    damaged, which engines never serve, or a tier can't be read. Names 20 of them; --json more.
 
     \b
     kvtiers verify chain.yaml
@@ -79,7 +80,7 @@ def scrub(
 ) -> None:
     """Verify a tier and drop exactly the damaged blocks, beside engines too.
 
-    Each is read once more before. Ends with 1 if damage is left.
+    Each is read once more before it is dropped. Ends with 1 if damage is left.
 
     \b
     kvtiers scrub chain.yaml --tier disk
@@ -108,8 +109,8 @@ def export(
     """Write what a tier holds to an archive, to move a warm cache to another host.
 
     Runs beside engines. Killed anywhere, it goes on where it was when it is run again. Damaged
-    blocks are left out, and it ends with 1. So it does where the archive is there already, which
-    stays as it is. Encrypted blocks stay encrypted.
+    blocks are left out, and it ends with 1; so it does, and writes nothing, where a file of
+    this name is there. Encrypted blocks stay encrypted.
 
     \b
     kvtiers export chain.yaml warm.kvt --tier disk
@@ -181,8 +182,8 @@ def gc(
 ) -> None:
     """Show, or drop, what a tier holds and no engine can use any more.
 
-    That is what ended with its engine: blocks of a generation behind a reset, and of weights that
-    can't be identified. What can't be told for sure stays, unless --unused or --namespace says it.
+    These are blocks that ended with their engine: stored after a reset of its caches, or of weights
+    that can't be identified. What may be of use stays, unless --unused or --namespace says it.
 
     \b
     kvtiers gc chain.yaml
@@ -371,10 +372,11 @@ def _bar(text: str) -> Iterator[Progress]:
 
 
 def _verification_lines(name: str, report: Verification, seconds: float) -> Iterator[str]:
-    for key, why in report.found:
+    for key, why in report.found[:SHOWN]:
         yield f"{name}: damaged: {key}: {why}"
-    if report.damaged > len(report.found):
-        yield f"{name}: {report.damaged - len(report.found):,} more are damaged"
+    if report.damaged > SHOWN:
+        more = f"{report.damaged - SHOWN:,} more are damaged"
+        yield f"{name}: {more}; --json names {len(report.found):,} of them"
     pace = format_size(int(report.bytes / max(seconds, 1e-6)))
     counts = (
         (report.dropped, "dropped"),

@@ -6,14 +6,14 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spec.errors import SpecError
-from tiers.cli.arguments import CHAIN_FILE, parsed, refused
+from tiers.cli.arguments import CHAIN_FILE, parsed, refused, say
 
 if TYPE_CHECKING:
     from tiers.doctor.isolated import Found
@@ -36,11 +36,11 @@ def doctor(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this place before an engine starts.
+    """Check this host, and a chain on it, before an engine starts.
 
     Memory, the engine, plugins and each tier of the chain are looked at where they will serve, for
-    20 s each at most, and nothing is left there. Run it as the engine's user, in its container.
-    Status 1: something would keep a tier from serving. 2: the chain can't be used.
+    20 s each at most (plugins 60), and nothing is left there. Run it as the engine's user, in its
+    container. Status 1: something would keep a tier from serving. 2: the chain can't be used.
 
     \b
     kvtiers doctor
@@ -73,16 +73,17 @@ def doctor(
         findings = [{"about": each.about, **asdict(each.finding)} for each in found]
         typer.echo(json.dumps({"findings": findings}, indent=1))
     else:
-        _print(found, typer.echo)
+        _print(found)
     raise typer.Exit(int(any(each.finding.gravity == "error" for each in found)))
 
 
-def _print(found: Sequence[Found], echo: Callable[[str], object]) -> None:
+def _print(found: Sequence[Found]) -> None:
     for each in found:
         finding = each.finding
-        echo(f"{finding.gravity:<10}  {each.about}: {finding.found}")
+        say(f"{finding.gravity:<10}  {each.about}: {finding.found}", 12)
         if finding.change:
-            echo(f"{'':12}change: {finding.change}")
-            echo(f"{'':12}cost: {finding.cost}") if finding.cost else None
+            say(f"{'':12}change: {finding.change}", 2)
+            if finding.cost:
+                say(f"{'':12}cost: {finding.cost}", 2)
     counts = Counter(each.finding.gravity for each in found)
-    echo(", ".join(f"{count} {gravity}" for gravity, count in counts.items()))
+    typer.echo(", ".join(f"{count} {gravity}" for gravity, count in counts.items()))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from spec.errors import one_line
-from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, refused
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, refused, say
 
 
 def explain(
@@ -32,6 +32,8 @@ def explain(
     kvtiers explain --last 5
     kvtiers explain chatcmpl-81f --from engine-4711
     """
+    from tiers.explain.accounts import lines
+
     asked = {"request": request, "last": last, "slowest": slowest}
     question = {name: value for name, value in asked.items() if value is not None}
     if len(question) != 1:
@@ -43,13 +45,9 @@ def explain(
         if len(known) > 1 and not as_json:
             typer.echo(f"engine {one_line(name)}")
         for account in accounts:
-            typer.echo("\n".join(_lines({"engine": name, **account}, as_json)))
-
-
-def _lines(account: dict[str, Any], as_json: bool) -> list[str]:
-    from tiers.explain.accounts import lines
-
-    try:
-        return [json.dumps(account)] if as_json else [*lines(account)]
-    except (KeyError, TypeError, AttributeError):
-        raise refused(other_version(account["engine"]), status=1) from None
+            try:
+                of_it = [json.dumps({"engine": name, **account})] if as_json else [*lines(account)]
+            except (KeyError, TypeError, AttributeError):
+                raise refused(other_version(name), status=1) from None
+            for line in of_it:
+                say(line, folds=not as_json)

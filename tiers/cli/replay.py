@@ -37,12 +37,12 @@ def replay(
         bool,
         typer.Option(
             "--real",
-            help="Serve it with real connectors and stores, in its own places. Unset: simulate the "
+            help="Serve it with real connectors and stores, in empty places. Unset: simulate the "
             "chain's decisions and their time.",
         ),
     ] = False,
     warm: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")
+        float, typer.Option(min=0, max=0.99, help="Part, the first, that only fills tiers.")
     ] = 0.0,
     requests: Annotated[
         int | None, typer.Option(min=1, help="Replay only the first N requests.")

@@ -10,12 +10,12 @@ import typer
 
 from spec.errors import one_line
 from spec.text import aligned, bytes_text, format_number, span
-from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, other_version, say
 
 if TYPE_CHECKING:
     from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
 
-HEADS = ("tier", "state", "fill", "prompts", "load/s", "store/s", "lookup ms", "load ms", "queue")
+HEADS = ("tier", "state", "fill", "share", "load/s", "store/s", "lookup ms", "load ms", "queue")
 
 
 def status(
@@ -26,8 +26,9 @@ def status(
     """Show how the tiers of running engines do.
 
     For each tier: its state and last error, how full it is, the share of the prompts' tokens that
-    it loaded, bytes a second loaded and stored, p50 and p99 of lookups and loads, and jobs in
-    flight. Rates and shares are those of the last minute. Status 1: a tier is not open.
+    it loaded, bytes a second loaded (of those it could, as measured) and stored, p50 and p99 of
+    lookups and loads, and how many loads and stores are in flight. Rates and shares are those of
+    the last minute. Status 1: a tier is not open.
 
     \b
     kvtiers status
@@ -50,15 +51,15 @@ def status(
         has_states = isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers)
         all_open &= has_states and all(tier.get("state") == "open" for tier in tiers)
         for line in [json.dumps({"engine": name, **content})] if as_json else lines(name, found):
-            typer.echo(line)
+            say(line, folds=not as_json)
     if not all_open:
         raise typer.Exit(1)
 
 
 def lines(name: str, status: EngineStatus) -> Iterator[str]:
-    """The lines of one engine, within 100 columns for names of up to 12 letters."""
+    """The lines of one engine; its table is within 80 columns for names of up to 6 letters."""
     yield f"engine {one_line(name)}: {summary(status)}"
-    yield from aligned([HEADS, *map(row, status.tiers)])
+    yield from aligned([HEADS, *map(row, status.tiers)], gap=1)
     for tier in status.tiers:
         yield from (f"  {one_line(tier.name)}: {note}" for note in notes(tier))
     yield from (f"  {line}" for line in ghost_lines(status.ghosts))
@@ -89,7 +90,7 @@ def row(tier: TierStatus) -> tuple[str, ...]:
         "paused" if tier.paused and tier.state == "open" else one_line(tier.state),
         _fill(tier),
         "-" if tier.token_share_late is None else f"{tier.token_share_late:.1%}",
-        load if most is None else f"{load} of {bytes_text(most)}",
+        load if most is None else f"{load}/{bytes_text(most)}",
         bytes_text(tier.stored_bytes_per_second),
         _milliseconds(tier.lookup_seconds),
         _milliseconds(tier.load_seconds),
@@ -136,9 +137,9 @@ def _fill(tier: TierStatus) -> str:
     if not tier.capacity_bytes:
         return used if tier.used_bytes else "-"  # not counted: it is not empty
     part = tier.used_bytes / tier.capacity_bytes
-    return f"{used} of {bytes_text(tier.capacity_bytes)}, {part:.0%}"
+    return f"{part:.0%} of {bytes_text(tier.capacity_bytes)}"
 
 
 def _milliseconds(found: Percentiles | None) -> str:
     each = () if found is None else (found.p50, found.p99)
-    return " ".join(format_number(1000 * seconds) for seconds in each) or "-"
+    return "/".join(format_number(1000 * seconds, digits=2) for seconds in each) or "-"

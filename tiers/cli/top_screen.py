@@ -27,7 +27,6 @@ SURE = 5.0
 """Seconds within which a key that changes a tier is to be pressed again."""
 LATE = 4.0
 """Seconds without an answer after which the screen says so."""
-TIER_HEADS = tuple("share" if head == "prompts" else head for head in HEADS)
 REQUEST_HEADS = ("request", "state", "prompt", "cached", "computed", "waited ms", "loaded")
 WAITS = ("lookup", "notice", "other_load", "load")
 """Of an account's milliseconds: those that the request waited for tiers."""
@@ -148,7 +147,7 @@ class Top(App[None]):
         self._asked_at = 0.0
         self._accounts: dict[str, Account] = {}
         self._head, self._problem = Lines(id="head"), Lines(id="problem")
-        self._tiers, self._detail = Rows(TIER_HEADS), Lines()
+        self._tiers, self._detail = Rows(HEADS), Lines()
         self._no_requests = Lines()
         self._last, self._slowest = RequestRows(REQUEST_HEADS), RequestRows(REQUEST_HEADS)
         self._last.border_title, self._slowest.border_title = "last", "waited longest"
@@ -253,7 +252,7 @@ class Top(App[None]):
         self._problem.show(problem(seen, time.monotonic()) or self._question(seen.path))
         width = self.size.width - 1
         tiers = {} if seen.status is None else {tier.name: tier for tier in seen.status.tiers}
-        self._tiers.fill({name: tier_row(tier) for name, tier in tiers.items()}, width)
+        self._tiers.fill({name: row(tier) for name, tier in tiers.items()}, width)
         tier = tiers.get(self._tiers.key)
         detail = [] if tier is None else [*tier_lines(tier)]
         ghosts = [] if seen.status is None else [*ghost_lines(seen.status.ghosts)]
@@ -284,15 +283,9 @@ def problem(seen: Watched, now: float) -> str:
     return "" if seen.status is not None else "the engine is asked"
 
 
-def tier_row(tier: TierStatus) -> Row:
-    """The cells of `status`, shorter: the fill's bytes are in the tier's lines."""
-    name, state, fill, share, load, *others = row(tier)
-    return (name, state, fill.rpartition(", ")[2], share, load.replace(" of ", "/"), *others)
-
-
 def tier_lines(tier: TierStatus) -> Iterator[str]:
     """All of the selected tier that its row lacks."""
-    fill = row(tier)[HEADS.index("fill")]
+    fill = bytes_text(tier.used_bytes) if tier.capacity_bytes else row(tier)[2]
     works = "see below" if tier.paused or tier.state != "open" else "reads and writes work"
     yield f"{one_line(tier.name)} ({one_line(tier.type)}): {fill}; {works}"
     yield from notes(tier)
@@ -330,13 +323,16 @@ def request_row(account: Account) -> Row:
         tokens = attempts[-1] if attempts else {"own_cache": 0, "computed": None, "loaded": {}}
         times = [attempt["milliseconds"] for attempt in attempts]
         waited = sum(of_attempt[wait] or 0.0 for of_attempt in times for wait in WAITS)
-        loaded = [f"{one_line(str(tier))} {n}" for tier, n in tokens["loaded"].items() if n]
+        by_tier = {one_line(str(tier)): n for tier, n in tokens["loaded"].items() if n}
+        loaded = ", ".join(f"{tier} {n}" for tier, n in by_tier.items())
+        if len(by_tier) > 2:  # or they leave no room for the request's name; its account has each
+            loaded = f"{sum(by_tier.values())} {'+'.join(by_tier)}"
         computed = "-" if tokens["computed"] is None else f"{tokens['computed']:,}"
         return (
             one_line(str(account["request"])),
             one_line(str(account["state"])),
             *(f"{account['prompt_tokens']:,}", f"{tokens['own_cache']:,}", computed),
-            *(f"{waited:,.1f}", ", ".join(loaded)),
+            *(f"{waited:,.1f}", loaded),
         )
     except NOT_OURS:
         return (OTHER_VERSION, *[""] * (len(REQUEST_HEADS) - 1))

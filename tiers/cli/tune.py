@@ -70,8 +70,8 @@ def tune(
     """Search the chain that serves a trace best within a budget, and write its YAML.
 
     Simulation chooses tiers, order, sizes and policies, and compares them with the present chain
-    (--chain). The first fifth of the trace only warms, two fifths are what all is chosen by, and
-    the rest judges what was chosen. An interrupt ends the search with the best so far.
+    (--chain). The first fifth of the trace only fills tiers, the next two fifths choose, and the
+    rest judges what they chose. An interrupt ends the search with the best so far.
 
     \b
     kvtiers tune traffic.jsonl --budget budget.yaml --chain present.yaml --out chain.yaml

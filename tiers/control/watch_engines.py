@@ -1,5 +1,4 @@
-"""What do the engines of a folder do, again and again? A thread asks each, so none waits for one
-that hangs."""
+"""What do a folder's engines do now? A thread asks each, so none waits for one that hangs."""
 
 from __future__ import annotations
 

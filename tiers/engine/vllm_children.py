@@ -72,11 +72,8 @@ def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
 def child_names(entries: list[dict[str, Any]]) -> list[str]:
     """A unique name for each entry: its own, or that of its connector. Raises ValueError."""
     named = [(str(entry.get("kv_connector")), entry.get("name")) for entry in entries]
-    for clash in name_clashes([name for _, name in named]):
-        index, key = clash.loc
-        raise ValueError(
-            f"connectors[{index}].{key}: connectors{clash.remedy.removeprefix('tiers')}"
-        )
+    for (index, key), remedy in name_clashes([name for _, name in named]):
+        raise ValueError(f"connectors[{index}].{key}: connectors{remedy.removeprefix('tiers')}")
     return resolve_names(named)
 
 

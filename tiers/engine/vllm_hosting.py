@@ -155,6 +155,11 @@ class HostingEngine:
             self._judge()
         return self._is_outdated or not self._is_compared
 
+    @property
+    def serves(self) -> bool:
+        """Whether the hosted tiers serve, as far as is known without a look at the weights."""
+        return not (self._is_outdated or self._has_failed)
+
     def looked(self) -> Callable[[], bool]:
         """Look at the weights. What is returned says whether they were unchanged; any thread may
         call it, and waits for the device."""

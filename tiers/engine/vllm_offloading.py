@@ -162,6 +162,11 @@ class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
             size = format_size(settings["cpu_bytes_to_use"])
             raise TierUnusable(f"host memory of {size} over all ranks is less than one block")
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = super().build_metric_definitions(extra_config)
+        return {**found, **KVTiersStore.build_metric_definitions(extra_config)}
+
     @property
     def _rows(self) -> int:
         return getattr(self, "num_chunks", 0) or getattr(self, "num_blocks", 0)  # before 0.30

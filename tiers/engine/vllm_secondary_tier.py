@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -35,9 +37,11 @@ from tiers.block import copy, digest
 from tiers.concurrency.executors import IoExecutor, close_result
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tier import state_of
 from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.contract.generation import Generation, space_of
+from tiers.contract.stats import STATE, STATE_MEANS, STATES
 from tiers.engine.vllm_hosting import HostingEngine
 from tiers.errors import RecordError, TierUnusable
 from tiers.host.slot_memory import SlotMemory
@@ -67,6 +71,8 @@ STORE_SECONDS = 10.0
 """Seconds after which a row that still waits to be stored is given back to vLLM."""
 DRAIN_SECONDS = 10.0
 """Seconds for stores in flight to end when the engine shuts down."""
+HOSTED_STATE = f"vllm:kvtiers_hosted_{STATE}"
+"""Not the name of a chain's own: vLLM would register that twice, beside a KVTiersConnector."""
 _HAS_BYTES = "transfer_bytes" in {one.name for one in fields(JobResult)}
 """Whether this vLLM takes the bytes of a transfer, as 0.31 and later do."""
 
@@ -242,6 +248,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._put_blocks = most = batch_blocks(self._row_bytes)
         self._part_blocks = min(most, PART_BYTES // self._row_bytes) or 1
         self._scratch = threading.local()
+        self._reported = ""
         self._join()
         if self._opening is not None:
             wait([self._opening])
@@ -275,6 +282,23 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             name = log_name(self._spec)
             logger.error("tier %r is unusable; host memory serves alone: %s", name, error)
             return None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        means = f"As vllm:kvtiers_{STATE}, of a hosted tier. {STATE_MEANS}"
+        return {HOSTED_STATE: base.OffloadingGaugeMetadata(means, ("tier", "state"))}
+
+    def get_stats(self) -> metrics.OffloadingConnectorStats | None:
+        """Report the state where it has changed."""
+        state = "refused" if self._opening is not None and self._opening.done() else "opening"
+        if self._store is not None:
+            state = state_of([self._store.health]) if self._engine.serves else "down"
+        if state == self._reported:
+            return None
+        self._reported, stats = state, metrics.OffloadingConnectorStats()
+        for name in STATES:
+            stats.set_gauge(HOSTED_STATE, float(name == state), (self._spec.tier_name, name))
+        return stats
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -186,8 +186,7 @@ class SlotPool:
         self._waiting.clear()
 
     def beyond(self, most: int) -> list[int]:
-        """Some slots beyond the end that are in use yet, `most` at most; each time others, as far
-        as there are."""
+        """Slots beyond the end that are in use, `most` at most; each time others, if any."""
         waiting = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         found = [slot for slot in waiting if self._refs[slot]]
         for slot in range(self._looked, min(self._looked + LOOKS, len(self._refs))):

@@ -16,7 +16,7 @@ from functools import partial
 from operator import add
 from typing import Any, NamedTuple, cast
 
-from spec.errors import describe_error
+from spec.errors import class_name, describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background, is_ending
@@ -72,9 +72,9 @@ MAX_COUNT = 2**63
 MOST_CAUSES = 8
 """Named in the log of one time that a tier is down: some errors have a number in each."""
 
-CLOSE_SECONDS = 30.0
-"""Seconds to wait for a store to close, by default; the close continues in the background until the
-process ends."""
+CLOSE_SECONDS = 15.0
+"""Seconds to wait for a store to close, by default, of which an engine has two; the close continues
+in the background until the process ends."""
 
 
 class Health(NamedTuple):
@@ -426,10 +426,11 @@ class Guarded(Capable):
     ) -> bool:
         """Report to its breaker how a call of this store ended, `is_given_up`: after its caller had
         given it up; return whether `error` ends here.
-        Here, and only here, any exception of a store is caught: none may reach the engine."""
-        if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
+        Here, and only here, any exception of a store is caught: none may reach the engine, nor what
+        an error of a plugin raises when isinstance asks it."""
+        if error is None or issubclass(type(error), TierFull | RecordError):  # the tier did answer
             if error is not None:
-                self.failures.count(type(error).__name__)
+                self.failures.count(class_name(error))
             if call is not None and lane.succeeded(call):
                 lane.went_up()
             return True
@@ -437,11 +438,11 @@ class Guarded(Capable):
             lane.leave(call)
             return False
         if not is_given_up:  # that is a late load, and counted as one
-            self.failures.count(type(error).__name__)
-        if isinstance(self._source, Reopening) and isinstance(error, TierNotOpen):
+            self.failures.count(class_name(error))
+        if isinstance(self._source, Reopening) and issubclass(type(error), TierNotOpen):
             lane.leave(call)
             with self._counting:
-                if self._source.lost(store, error):
+                if self._source.lost(store, cast(TierNotOpen, error)):
                     self._before = self._put_counts, self._damaged
             return True
         # A call in flight while the store was closed may end anyhow; the engine is ending as well.
@@ -531,5 +532,9 @@ def _count(verb: str, found: object) -> int:
 
 
 def _trace_of(error: BaseException) -> BaseException | None:
-    """The error whose traceback is logged: an error of ours needs none, a defect does."""
-    return None if isinstance(error, KVTiersError) else error
+    """The error whose traceback is logged: an error of ours needs none, a defect does, unless a
+    formatter that asks its class would meet code of a plugin's."""
+    kind = type(error)
+    odd = {"__class__", "__getattribute__"}  # of no class of Python's above BaseException
+    is_plain = type(kind) is type and not any(odd & vars(one).keys() for one in kind.__mro__[:-2])
+    return error if is_plain and not issubclass(kind, KVTiersError) else None

@@ -154,6 +154,32 @@ def test_a_capacity_that_another_process_sets_is_told_though_there_was_no_room(
         other.end()
 
 
+@pytest.mark.fault
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_smaller_capacity_holds_until_the_process_that_set_it_ends(
+    tmp_path: Path, killed: bool
+) -> None:
+    with opened(tmp_path, slots=100) as store:
+        third = Other(OPEN.replace("open_disk(path)", "open_disk(path, slots=100)"), tmp_path)
+        assert third.hear() == "open"
+        other = Other(OPEN, tmp_path)
+        assert other.hear() == "open"
+        wait_for(lambda: "another engine on its folder has set capacity" in store.warning())
+        smaller = store.usage().capacity
+        time.sleep(10 * SHORT_S)
+        assert store.usage().capacity == smaller == 8 * SLOT, "of one that is there"
+        if killed:
+            other.kill()
+        else:
+            other.tell()
+            other.end()
+        wait_for(lambda: store.usage().capacity == 100 * SLOT)
+        wait_for(lambda: not store.warning())
+        third.tell()
+        third.end()
+
+
 @pytest.mark.usefixtures("often")
 def test_no_file_of_an_open_tier_looks_old(tmp_path: Path) -> None:
     """What cleans /tmp would remove the owner's file and the lock, and let another process in."""

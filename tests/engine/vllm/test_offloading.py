@@ -309,7 +309,7 @@ def test_nothing_is_served_or_kept_behind_a_request_that_goes_on_under_wrong_nam
     caplog.set_level("INFO")
     for _ in range(3):  # each part of it is added
         assert scheduler.add_request(session) == "added"
-        assert engine.is_outdated != right
+        assert engine.is_outdated != right and engine.serves == right
     assert caplog.text.count("keep nothing from now on") == (not right)
     for there, succeeded in ((True, True), (False, False), (False, True)):
         engine._is_outdated = False
@@ -426,6 +426,23 @@ def test_a_store_of_ours_under_vllms_own_spec(
     run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, settled=True, **IN_PROCESS)
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
     assert (again.tokens, again.cached) == (answers, ALL)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_tier_that_serves_no_more_shows_it_in_the_metrics(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path, own: bool
+) -> None:
+    """By a reset of the engine's own cache alone; what else ends its service is the same to it."""
+    store = disk(tmp_path)
+    transfer = under_own_spec(store, 3 << 20) if own else hosted(store)
+    options: dict[str, Any] = {"kv_transfer_config": transfer, "settled": True, **IN_PROCESS}
+    first = run_vllm(ONE_BY_ONE, **options)
+    assert first.count("disk", "hosted_tier_state open") == 1
+    told: dict[str, Any] = {"1": [("reset_prefix_cache", {})]}
+    again = run_vllm(ONE_BY_ONE, told=told, **options)
+    assert again.tokens == answers
+    assert again.count("disk", "hosted_tier_state open") == 0
+    assert again.count("disk", "hosted_tier_state down") == 1
 
 
 def overwrite(folder: Path) -> None:

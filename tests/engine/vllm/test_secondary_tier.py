@@ -74,6 +74,10 @@ class Hosting:
     def __init__(self, is_known: bool) -> None:
         self.is_known, self.is_outdated, self.unchanged = is_known, False, True
 
+    @property
+    def serves(self) -> bool:
+        return not self.is_outdated
+
     def namespace(self, seconds: float = 0) -> bytes:
         return bytes(16) if self.is_known else b""
 
@@ -163,6 +167,13 @@ class Engine:
 
         wait_for(is_known)
         return answers
+
+    def state(self) -> str:
+        """That of the tier, as vLLM's metrics show it; empty: it has not changed."""
+        if (stats := self.manager.get_stats()) is None:
+            return ""
+        shown = stats.data["data"].get("vllm:kvtiers_hosted_tier_state", {})
+        return " ".join(state for (_, state), value in shown.items() if value)
 
     def hits(self, request: str, blocks: Sequence[bytes]) -> list[bytes]:
         """The blocks that can be loaded; they are, and are what was stored."""
@@ -558,12 +569,14 @@ def test_an_engine_that_is_outdated_serves_and_keeps_nothing_until_a_reset(
     engine = make(GATED)
     engine.store(BLOCKS[:2])
     engine.settle()
+    assert [engine.state(), engine.state()] == ["open", ""]
     engine.hosting.is_outdated = True
+    assert engine.state() == "down"
     assert engine.hits("a", BLOCKS[:2]) == []
     assert engine.tier.lookup(key(BLOCKS[0]), engine.context("a")).name == "MISS"
     assert engine.store(BLOCKS[2:4], "a") == 0
     engine.manager.reset_cache()
-    assert not engine.hosting.is_outdated
+    assert not engine.hosting.is_outdated and engine.state() == "open"
     assert engine.hits("b", BLOCKS[:4]) == []
 
 
@@ -591,7 +604,7 @@ def test_a_store_joins_once_the_weights_are_identified(
     first.store(BLOCKS[:2])
     first.settle()
     late = make(disk(tmp_path), is_known=False)
-    assert late.hits("a", BLOCKS[:2]) == []
+    assert late.hits("a", BLOCKS[:2]) == [] and late.state() == "opening"
     late.hosting.is_known = True
 
     def has_joined() -> bool:
@@ -599,7 +612,7 @@ def test_a_store_joins_once_the_weights_are_identified(
         return late.tier._store is not None
 
     wait_for(has_joined)
-    assert late.hits("a", BLOCKS[:2]) == BLOCKS[:2]
+    assert late.hits("a", BLOCKS[:2]) == BLOCKS[:2] and late.state() == "open"
 
 
 def test_a_prefix_that_came_in_steps_is_evicted_from_its_tail(

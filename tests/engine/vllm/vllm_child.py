@@ -458,6 +458,8 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
     for metric in llm.get_metrics():
         if metric.name.startswith(prefix) and hasattr(metric, "value"):
             name = metric.name.removeprefix(prefix)
+            if "state" in metric.labels:
+                name += f" {metric.labels['state']}"
             entry = metric.labels.get("tier") or "tenant " + metric.labels["tenant"]
             tiers.setdefault(entry, {})[name] = metric.value
     return tiers

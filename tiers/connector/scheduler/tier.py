@@ -178,16 +178,9 @@ class Tier:
         return self._state(each), why
 
     def _state(self, each: Sequence[Health]) -> str:
-        reads = all(health.reads_up for health in each)
-        writes = all(health.writes_up for health in each)
         if self._has_failed:
             return "refused"
-        if not self._is_open or any(health.opening for health in each):
-            return "opening"
-        if not reads and not writes:
-            return "down"
-        is_whole = reads and writes and not any(health.is_degraded for health in each)
-        return "open" if is_whole else "degraded"
+        return state_of(each) if self._is_open else "opening"
 
     def gauges(self) -> dict[str, float]:
         """The health that `stats` report of it."""
@@ -197,3 +190,15 @@ class Tier:
             "reads_up": float(all(health.reads_up for health in each)),
             "writes_up": float(all(health.writes_up for health in each)),
         }
+
+
+def state_of(each: Sequence[Health]) -> str:
+    """One of `STATES`, of a tier that is open and has this health in each process."""
+    reads = all(health.reads_up for health in each)
+    writes = all(health.writes_up for health in each)
+    if any(health.opening for health in each):
+        return "opening"
+    if not reads and not writes:
+        return "down"
+    is_whole = reads and writes and not any(health.is_degraded for health in each)
+    return "open" if is_whole else "degraded"

@@ -364,8 +364,7 @@ class Loading:
         items: Numbered,
         fence: Fence,
     ) -> None:
-        """Read wave by wave; a wave is copied while the next one is read, into the bounce of the
-        one before."""
+        """Read by waves; one is copied while the next is read, into the bounce of that before."""
         space = space_of(self._namespace, load.job.generation)
         load.prefixes = load.job.place.prefixes(space, len(load.job.items))
         step = bounces[0].rows.shape[0]

@@ -19,7 +19,7 @@ from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import IoExecutor, require_unforked
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
-from tiers.disk.folder.owner import Owner, Owners
+from tiers.disk.folder.owner import Owner, Owners, scan_owners
 from tiers.disk.folder.upkeep import Keeping, Upkeep
 from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
@@ -196,6 +196,11 @@ class OpenFolder:
         except (FileNotFoundError, NotADirectoryError):  # `Keeping` reports it
             return
         free = found.f_bavail * found.f_frsize
+        if (self.index.usage().capacity or 0) < self.capacity:
+            # Under the lock: who has joined, and may set one, is seen.
+            with self._files.locked(), self.edit() as edit:
+                if edit.setter not in (None, *scan_owners(self._files.owners, one_host=True).alive):
+                    edit.set_capacity(self.capacity)  # who set another has ended
         usage = self.index.usage()
         of = usage.capacity, self.capacity
         short = slot_allocator.shortage(usage, self.capacity, free)
@@ -223,7 +228,7 @@ class OpenFolder:
         blocks beyond it; `upkeep` evicts the rest in steps."""
         self.capacity = capacity
         with self.edit() as edit:
-            edit.capacity = capacity
+            edit.set_capacity(capacity)
             slot_allocator.shrink(edit, self.uses)
 
     def reserve(self, sizes: dict[bytes, int]) -> Put:

@@ -107,8 +107,7 @@ Duty = Callable[[], bool | None]
 
 
 class Upkeep:
-    """Runs duties in rounds. A step holds the open folder as a verb does, so that nobody closes it
-    meanwhile."""
+    """Runs duties in rounds. A step holds the folder as a verb does, so that nobody closes it."""
 
     def __init__(
         self, path: Path, hold: Callable[[], AbstractContextManager[object]], duties: Sequence[Duty]

@@ -156,6 +156,16 @@ class Edit:
         self.capacity, self.used, self.clock = fields(STATE, self._state)
         self._first = self.clock
 
+    def set_capacity(self, capacity: int) -> None:
+        """Set it for every process on the folder, by name of this one: see `setter`."""
+        self.capacity = capacity
+        self._put("meta", b"setter", self._owner)
+
+    @property
+    def setter(self) -> bytes | None:
+        """The owner that set the capacity; None: an earlier version set it, which notes none."""
+        return self._get("meta", b"setter")
+
     def save_state(self) -> None:
         """Write the counters and the log, which are kept in memory; call it before the commit."""
         if self.used < 0:

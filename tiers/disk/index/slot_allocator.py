@@ -84,8 +84,7 @@ def shortage(usage: Usage, capacity: int, free: int) -> str:
     if set_now < capacity:
         return (
             f"another engine on its folder has set capacity {format_size(set_now)}, for both, in "
-            f"place of {format_size(capacity)}; let all engines on it say the same, and where that "
-            "one has ended apply another capacity here, then this"
+            f"place of {format_size(capacity)}; let all engines on it say the same"
         )
     room = max(0, usage.used + free - INDEX_MARGIN)
     if room < set_now:

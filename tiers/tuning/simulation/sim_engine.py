@@ -161,8 +161,7 @@ class OwnCache:
         self._take_idle()
 
     def _drop_copies(self, prompt: Prompt) -> int:
-        """A prompt that ends gives back a copy of each block that it computed or loaded; how many
-        there are."""
+        """A prompt that ends gives back a copy of each of its blocks; how many."""
         depth, own, dropped = 0, prompt.own // self._size, 0
         for run in prompt.path:
             length = self._lengths[run]
