@@ -7,15 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from spec.chain import ChainSpec
 from tests.support.replay import ReplayEngine, answer
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
+from tests.support.replay.worker import LocalRank
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
+from tiers.contract.stats import CHAIN
 from tiers.gpu.copier import CpuCopier
 from tiers.lab.replay.requests import Status
-from tiers.lab.replay.worker import LocalWorker
 
 MakeEngine = Callable[..., ReplayEngine]
 PATIENCE: Any = "20s"
@@ -32,30 +34,36 @@ class LateGathers(CpuCopier):
 
 
 def paged(made: ReplayEngine) -> list[torch.Tensor]:
-    """The paged KV of all layers."""
-    (worker,) = made.workers
-    assert isinstance(worker, LocalWorker)
+    """The paged KV of all layers of the last rank."""
+    *_, worker = made.workers
+    assert isinstance(worker, LocalRank)
     return list(worker.kv.values())
 
 
 def sleep(made: ReplayEngine) -> None:
-    """Take the paged KV away; the engine's own cache knows nothing of it any more."""
-    (worker,) = made.workers
-    assert isinstance(worker, LocalWorker) and worker.connector is not None
+    """Take the paged KV of the last rank away, past the engine."""
+    *_, worker = made.workers
+    assert isinstance(worker, LocalRank)
     worker.connector.unregister_kv_caches()
     worker.connector.unregister_kv_caches()
     for layer in paged(made):
         layer.fill_(GONE)
+
+
+def reset(made: ReplayEngine) -> None:
+    """Empty the engine's own cache, which the connector hears."""
     made.scheduler.pool.forget_all()
+    assert made.connector is not None
+    made.connector._requests.cache_emptied()
 
 
 def wake(made: ReplayEngine) -> None:
     """Give the memory back; the engine collects the handshakes again."""
-    (worker,) = made.workers
-    assert isinstance(worker, LocalWorker) and worker.connector is not None
+    *_, worker = made.workers
+    assert isinstance(worker, LocalRank)
     worker.connector.restore_kv_caches()
     assert made.connector is not None
-    made.connector.set_xfer_handshake_metadata({0: worker.handshake()})
+    made.connector.set_xfer_handshake_metadata({worker._rank: worker.handshake()})
 
 
 def test_blocks_on_their_way_out_are_stored_as_they_were(
@@ -67,6 +75,7 @@ def test_blocks_on_their_way_out_are_stored_as_they_were(
     made.add(prompt, 1)
     while made.scheduler.requests:
         made.step()
+    reset(made)
     sleep(made)
     wake(made)
     made.settle()
@@ -96,3 +105,54 @@ def test_nothing_arrives_while_the_engine_sleeps(engine: MakeEngine, store: Trou
     made.run()
     assert request.output == answer(MODEL, LONG, 4)
     assert measured(made, "load_failures") == 100
+
+
+PROMPT, MORE = list(range(50)), list(range(100, 150))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("on_reset", ["forget", "keep"])
+@pytest.mark.parametrize(("ranks", "in_flight"), [(1, 1), (1, 2), (2, 1)])
+def test_what_is_computed_behind_kv_that_is_gone_is_never_stored(
+    engine: MakeEngine, tmp_path: Path, ranks: int, in_flight: int, on_reset: str
+) -> None:
+    """The workers sleep past the engine, which serves what it had. Of two one alone is asked."""
+    chain = chain_of(cpu(), disk(tmp_path), on_reset=on_reset)
+    made = engine(chain, world_size=ranks, steps_in_flight=in_flight)
+    made.generate(PROMPT, 3)
+    made.settle()
+    sleep(made)
+    wake(made)
+    for prompt in ([*PROMPT, *MORE], [*PROMPT, *MORE, *PROMPT]):
+        assert made.generate(prompt, 3).output != answer(MODEL, prompt, 3, ranks), "as without us"
+        made.settle()
+        sibling = engine(chain, prefix_caching=False, world_size=ranks)
+        request = sibling.generate(prompt, 3)
+        assert request.output == answer(MODEL, prompt, 3, ranks)
+        assert request.loaded_tokens, "what was stored before is right"
+        close(sibling)
+    reset(made)
+    for loaded in (0, 100):
+        assert made.generate([*MORE, *MORE], 3).loaded_tokens == loaded, "it stores again"
+        made.settle()
+        reset(made)
+
+
+@pytest.mark.parametrize("first", ["the reset", "the sleep"])
+def test_an_engine_that_resets_as_it_sleeps_goes_on_with_its_tiers(
+    engine: MakeEngine, tmp_path: Path, first: str
+) -> None:
+    """Where weights never change; a step that computes nothing may come in between."""
+    made = engine(chain_of(disk(tmp_path), on_reset="keep"))
+    sleep(made)
+    wake(made)
+    made.generate(PROMPT, 3)
+    for _ in range(2):
+        made.settle()
+        for act in (reset, sleep) if first == "the reset" else (sleep, reset):
+            act(made)
+            made.step()
+        wake(made)
+        request = made.generate(PROMPT, 3)
+        assert (request.loaded_tokens, request.output) == (48, answer(MODEL, PROMPT, 3))
+    assert measured(made, "outdated_requests", CHAIN) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tests.support.replay import ReplayEngine, answer
-from tests.support.replay_chains import MODEL, SLOT, cpu, measured
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, total
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.cpu.spec import CpuSpec
+from tiers.lab.replay.requests import Status
 
 
 def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> ChainSpec:
@@ -111,3 +114,28 @@ def test_a_tier_is_given_what_two_requests_had(
     ask(made)
     made.settle()
     assert len(store.blocks) == 101
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("raised", [1, 3])
+def test_a_load_whose_step_raised_before_workers_had_it_is_ordered_again(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, raised: int
+) -> None:
+    """In an engine that goes on, as one whose caller catches that."""
+    tiers = cpu(10), disk(tmp_path)
+    made = engine(chain_of(*tiers, load_policy="stitched"), prefix_caching=False)
+    prompt = list(range(100))
+    made.generate(prompt, 1)
+    made.settle()
+    request = made.add(prompt, 1)
+    for _ in range(raised):
+        step = made.scheduler.plan()
+        made.scheduler.give_orders(step)
+        assert request.status is Status.LOADING and not step.work
+    late = time.monotonic() + 20
+    while made.scheduler.requests and time.monotonic() < late:
+        made.step()
+    assert request.output == answer(MODEL, prompt, 1)
+    assert request.loaded_tokens and not total(made, "load_failures")
+    made.settle()
+    assert made.generate(prompt, 1).output == request.output

@@ -189,7 +189,7 @@ def test_an_engine_that_goes_on_after_a_failed_step_shows_that_nothing_is_stored
     made.settle()
     stored = total(made, "stored_blocks")
     assert made.connector is not None and stored
-    next(made.connector._agreement._steps)
+    made.scheduler.give_orders(made.scheduler.plan())
     for prompt in (OTHER, PROMPT, OTHER, range(200, 250)):
         assert made.generate(prompt, 3).output == answer(MODEL, list(prompt), 3, ranks)
     made.settle()

@@ -141,6 +141,9 @@ class BlockTier(Tier):
     def version(self, state: Any) -> int | None:
         return None
 
+    def load_again(self, missed: object) -> None:
+        raise AssertionError("no step was missed")
+
     def load_blocks(self, state: Any, ranges: Sequence[range], shared: Any) -> None:
         self.loads.append(list(ranges))
         self.orders.append(LoadJob(len(self.loads), state.request.request_id, []))

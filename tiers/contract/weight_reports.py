@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from tiers.contract.marks import AdapterReports
@@ -49,12 +49,14 @@ class Seen(NamedTuple):
 
 
 class WeightReport(NamedTuple):
-    """What ranks saw since the last step. `over`: a generation whose weights have changed. `seen`:
-    by the numbers of looks; empty where there is one rank. `adapters`: those that were loaded."""
+    """What ranks saw since the last step. `over`: a generation whose weights have changed, or whose
+    KV is gone. `seen`: by the numbers of looks; empty where there is one rank. `adapters`: those
+    that were loaded. `missed`: steps that never came to the only rank."""
 
     over: bytes | None
     seen: Mapping[int, Seen]
     adapters: AdapterReports = {}  # noqa: RUF012 - it is a constant
+    missed: Set[int] = frozenset()
 
     def fold(self, other: WeightReport) -> WeightReport:
         seen = {number: seen.fold(other.seen.get(number)) for number, seen in self.seen.items()}
@@ -65,12 +67,14 @@ class WeightReport(NamedTuple):
 class WeightOrders(NamedTuple):
     """A step's orders. `step`: its number, from 0 on; None: nobody counts. `number`: the same as
     that of its look, if it stores. `verdicts`: whether all ranks together saw unchanged weights, by
-    the numbers of earlier looks. `tag`: of the generation of what it computes; None: nothing."""
+    the numbers of earlier looks. `tag`: of the generation of what it computes; None: nothing.
+    `is_first`: whether the engine's own cache was empty before it."""
 
     number: int | None = None
     verdicts: Mapping[int, bool] = {}
     tag: bytes | None = None
     step: int | None = None
+    is_first: bool = False
 
 
 class Watch:
@@ -82,6 +86,9 @@ class Watch:
 
     def computed(self) -> None:
         """The step has computed all that it was to."""
+
+    def kv_gone(self) -> None:
+        """The memory of the paged KV is taken away. Any thread may say so."""
 
     @property
     def may_store(self) -> bool:

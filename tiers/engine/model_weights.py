@@ -22,8 +22,7 @@ SAMPLE_WORDS = 32
 """Words of each parameter in a sample. A step of training at 1e-6 changes one in a hundred weights
 of bfloat16: of a model with 300 parameters a look misses that once in e^96 times."""
 LOOK_PARAMETERS = 400
-"""Parameters of a look; of a model that has more some are looked at in one look and some in the
-next."""
+"""Parameters of a look; of a model that has more, others are looked at in the next look."""
 WEIGHT_CHANGERS = (
     "load_model",
     "reload_weights",
@@ -73,21 +72,21 @@ class ModelWeights(Weights):
         self._model: Callable[[], Any] = lambda: None
         self._groups: list[_Group] = []
         for name in WEIGHT_CHANGERS:
-            before_calls(worker, name, self._changed)
+            before_calls(worker, name, self.changed)
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         self._changes += 1
 
     def look(self, part: int) -> _Look:
         """Begin to read the words of a part. What can't be read has changed."""
         same_model = self._model() is self._worker.get_model()
         if not (same_model and self._group(part).is_in_place()):
-            self._changed()
+            self.changed()
             self._find()
         try:
             readings = self._group(part).read(part)
         except RuntimeError:  # a device without memory
-            self._changed()
+            self.changed()
             readings = []
         return _Look(self._changes, readings)
 
@@ -98,7 +97,7 @@ class ModelWeights(Weights):
         model = self._worker.get_model()
         if model is not self._model():
             self._model = weakref.ref(model)
-            before_calls(model, "load_weights", self._changed)
+            before_calls(model, "load_weights", self.changed)
         found = list(_parameters(model, self._worker.parallel_config.enable_eplb))
         users = Counter(one.data_ptr() for _, one in found)
         shared = {address for address, count in users.items() if count > 1}
@@ -229,8 +228,7 @@ class Reading:
         return self._done is None or bool(self._done.query())
 
     def words(self) -> bytes:
-        """The words, in the order asked for; waits for the device. Raises RuntimeError, of a device
-        that failed."""
+        """The words, as asked for; waits for the device. Raises RuntimeError, if that failed."""
         if self._done is not None:
             with torch.cuda.device(self._device):  # else a thread makes a context on the first one
                 self._done.synchronize()

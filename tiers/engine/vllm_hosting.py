@@ -45,8 +45,10 @@ from tiers.engine.vllm_groups import (
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_watch import (
     before_resets,
+    before_sleeps,
     caller,
     fill_scales,
+    is_asleep,
     require_worker,
     this_worker,
     warn_of_hashes,
@@ -70,6 +72,10 @@ WAITS = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestSta
 """States of a request that loads, or has loaded and not run since: then as before the load."""
 
 
+SLEEPS = "sleep", "discard", "wake_up"
+"""Members of an executor that take memory of workers away, or give it back."""
+
+
 @dataclass(eq=False)
 class _LoadingRequest:
     """A request that vLLM's connector loads, or may load; `next_step`: see `LoadRoom`."""
@@ -79,8 +85,7 @@ class _LoadingRequest:
 
 
 class HostingEngine:
-    """The engine whose scheduler is making an offloading spec's manager. Used by the scheduler's
-    thread."""
+    """The engine whose scheduler makes an offloading spec's manager. Used by that one's thread."""
 
     def __init__(self, spec: OffloadingSpec, salt: str, trust_client_ids: bool) -> None:
         """Raises ValueError for an engine whose KV can't be identified."""
@@ -117,7 +122,7 @@ class HostingEngine:
         self._goes_on_right = goes_on_right(config, _has_states(config.model_config))
         self._watch_requests(scheduler)
         self._seen = self._executor.collective_rpc(weights_of_worker)
-        self._is_compared = True
+        self._is_compared, self._is_fresh = True, False
         self._watch_calls(core)
         self._has_failed = False
         for name in ("execute_model", "sample_tokens"):
@@ -147,13 +152,13 @@ class HostingEngine:
         connector as well, nothing is to be served or kept. Nor while the weights can't be read: a
         device unmaps what sleeps. Nor ever after a step that failed: later ones, which the engine
         may go on with, compute with KV that it never made."""
-        if self._has_failed or self._executor.is_sleeping:
+        if self._has_failed or self._executor.is_sleeping or not self._is_compared:
             return True
         if not self._has_looked:
             self._has_looked = True
             self._watch.loads(self._tag)
             self._judge()
-        return self._is_outdated or not self._is_compared
+        return self._is_outdated
 
     @property
     def serves(self) -> bool:
@@ -168,6 +173,7 @@ class HostingEngine:
     def end_step(self) -> None:
         """Look again in the next step."""
         self._compare()
+        self._is_fresh = False
         self._room.step_begins()
         self._judge()
         self._watch.bind(WeightOrders())
@@ -182,6 +188,7 @@ class HostingEngine:
         self._is_outdated = False
         self._resets += 1
         self.end_step()
+        self._is_fresh = True
 
     @property
     def _tag(self) -> bytes:
@@ -202,12 +209,15 @@ class HostingEngine:
 
     def _watch_calls(self, core: Any) -> None:
         """Compare the weights after each call that a client makes to the workers; if it failed, as
-        on some of them, after the next step."""
+        on some of them, after the next step. Those that have slept show others."""
 
         def begins() -> None:
             self._is_compared = False
+            if self._is_fresh:  # nothing was stored since a reset
+                self._seen = None
 
-        before_calls(core, "collective_rpc", begins, lambda _: self._compare())
+        for owner, name in (core, "collective_rpc"), *((self._executor, one) for one in SLEEPS):
+            before_calls(owner, name, begins, lambda _: self._compare())
 
     def _watch_steps(self, name: str) -> None:
         """Note whether a step fails, at once or when its future ends."""
@@ -239,8 +249,10 @@ class HostingEngine:
     def _compare(self) -> None:
         if self._is_compared or self._executor.is_sleeping:
             return
-        before, self._seen = self._seen, self._executor.collective_rpc(weights_of_worker)
-        self._is_compared = True
+        seen = self._executor.collective_rpc(weights_of_worker)
+        if None in seen:  # asleep past the engine: it shows when they wake
+            return
+        before, self._seen, self._is_compared = self._seen, seen, True
         if before not in (None, self._seen):
             self._outdate()
 
@@ -295,9 +307,9 @@ class HostingEngine:
             return
         self._is_outdated = True
         logger.info(
-            "the engine's prefix cache is reset, its weights have changed, or a request goes on "
-            "after its answer, which this vLLM names wrongly: the hosted tiers serve and keep "
-            "nothing from now on, but after a reset with reset_connector=True that answers True"
+            "the engine's prefix cache is reset, its weights have changed, its workers slept, or a "
+            "request goes on after its answer, which this vLLM names wrongly: the hosted tiers "
+            "serve and keep nothing, but after a reset with reset_connector=True that answers True"
         )
 
 
@@ -350,9 +362,12 @@ def facts_of_all(workers: list[dict[str, str]]) -> dict[str, str]:
     return {"layers": json.dumps(workers), SOURCES: sources[0]}
 
 
-def weights_of_worker(worker: Any) -> list[bytes]:
-    """On a worker: return what differs once its weights have changed."""
+def weights_of_worker(worker: Any) -> list[bytes] | None:
+    """On a worker: return what differs once its weights have changed, or the memory of its paged
+    KV was taken away; None while it has no memory to read."""
     weights = sampled_weights(worker)
+    if is_asleep(_inside(worker).vllm_config):
+        return None
     return [weights.look(part).seen() for part in range(weights.parts)]
 
 
@@ -361,6 +376,7 @@ def sampled_weights(worker: Any) -> ModelWeights:
     worker = _inside(worker)
     if (weights := vars(worker).get("kvtiers_weights")) is None:
         weights = worker.kvtiers_weights = ModelWeights(worker)
+        before_sleeps(worker.vllm_config, worker, weights.changed)
     return cast(ModelWeights, weights)
 
 

@@ -137,6 +137,12 @@ def before_sleeps(vllm_config: VllmConfig, worker: Any, notify: Callable[[], obj
             before_calls(owner, name, tell)
 
 
+def is_asleep(vllm_config: VllmConfig) -> bool:
+    """Return whether memory of this process is unmapped, of which a device reads nothing."""
+    pages = getattr(_allocator() if _sleeps(vllm_config) else None, "pointer_to_data", {})
+    return any(getattr(page, "is_asleep", False) for page in pages.values())
+
+
 def _allocator() -> Any:
     """Return what all engines of this process sleep by; None: there is none here."""
     try:

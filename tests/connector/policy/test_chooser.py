@@ -69,6 +69,8 @@ class Ours(Foreign):
 
     def load_blocks(self, *_: object) -> None: ...
 
+    def load_again(self, missed: object) -> None: ...
+
     def why_nothing(self, request: Any) -> str:
         return ""
 

@@ -295,10 +295,20 @@ def test_what_resumes_has_the_blocks_that_it_is_given_and_no_others() -> None:
         assert request_state.tables == (tables,)
 
 
+SOME_STEP = FakeStep({"of another": 4})
+
+
+def used_table() -> RequestTable:
+    """That of an engine whose own cache has something."""
+    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    assert table.begin_step(SOME_STEP).is_first
+    return table
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_what_begins_with_blocks_of_before_the_weights_changed_is_not_stored(resumes: bool) -> None:
     """The engine kept them in its own cache."""
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     request_state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
     table.reset()
     request_state = table.of(FakeRequest(block_hashes=[b"a", b"b"]))
@@ -329,7 +339,8 @@ def ask_again(table: RequestTable, found: int) -> RequestState:
         (["reset", "emptied", "reset"], False),
         (["reset", "reset", "reset", "emptied", "reset"], False),
         (["reset", "emptied", "step", "reset"], True),
-        (["reset", "emptied", "reset", "step", "reset", "reset"], True),
+        (["reset", "emptied", "idle step", "reset"], False),
+        (["reset", "emptied", "idle step", "step", "reset", "reset"], True),
     ],
 )
 def test_what_a_reset_leaves_in_the_engines_own_cache_is_older(
@@ -337,10 +348,11 @@ def test_what_a_reset_leaves_in_the_engines_own_cache_is_older(
 ) -> None:
     """It refuses one while requests run. The chain is reset before each and, if it is asked to be,
     after each."""
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     for what in resets:
-        if what == "step":
-            table.begin_step(IDLE_STEP)
+        if what in ("step", "idle step"):
+            step = table.begin_step(IDLE_STEP if what == "idle step" else SOME_STEP)
+            assert step.is_first == (resets[resets.index(what) - 1] in ("emptied", "idle step"))
         else:
             table.reset() if what == "reset" else table.cache_emptied()
     assert ask_again(table, 4).is_outdated == is_older
@@ -349,7 +361,7 @@ def test_what_a_reset_leaves_in_the_engines_own_cache_is_older(
 def test_what_a_request_of_before_a_reset_computes_after_it_is_older() -> None:
     """It goes on with what it had: so does the block of which a part was computed before, and one
     that another had computed since."""
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     table.of(FakeRequest("r", 6, [b"a", b"b"]))
     table.begin_step(FakeStep({"r": 6}, FakeNewRequest("r", 0, ([7, 1],))))
     table.reset()
@@ -368,7 +380,7 @@ def test_what_a_request_of_before_a_reset_computes_after_it_is_older() -> None:
 @pytest.mark.parametrize("blocks", [1, 0])
 def test_what_is_loaded_after_a_reset_is_not_older(blocks: int) -> None:
     """By tiers, or by another connector beside them."""
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     table.reset()
     request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
     request_state.load_range = range(blocks)
@@ -384,7 +396,7 @@ def test_what_is_loaded_after_a_reset_is_not_older(blocks: int) -> None:
 
 
 def test_who_begins_again_unasked_may_have_found_what_is_older() -> None:
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     table.reset()
     request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
     request_state.load_range = range(0)
@@ -397,7 +409,7 @@ def test_who_begins_again_unasked_may_have_found_what_is_older() -> None:
 
 
 def test_a_part_of_a_block_that_was_found_after_a_reset_may_be_older() -> None:
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     table.reset()
     request_state = table.of(FakeRequest("r", 8, [b"a", b"b"]))
     table.begin_step(FakeStep({"r": 6}, FakeNewRequest("r", 2, ([1, 2],))))
@@ -407,7 +419,7 @@ def test_a_part_of_a_block_that_was_found_after_a_reset_may_be_older() -> None:
 @pytest.mark.parametrize("older", ["", "the part", "what is before it"])
 def test_a_copy_of_a_part_of_a_block_is_as_old_as_the_block(older: str) -> None:
     """It lies where another had computed since, and so does what an older one goes on with."""
-    table = RequestTable(EngineInfo({}, 4, 4, 100))
+    table = used_table()
     table.reset()
     since = [3, 9, *[5] * (older != "the part"), *[8] * (older != "what is before it")]
     ended = table.of(FakeRequest("ended", 4 * len(since)))

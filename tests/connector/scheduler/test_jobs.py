@@ -34,7 +34,7 @@ def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
             items = [LoadItem(b"%d" % n, n, None) for n in range(blocks)]
             numbers = [*range(blocks)]
             load = LoadJob(jobs.next_id(), "request", items, 1.0, b"")
-            jobs.begin(PendingLoad(load, tier_request, numbers, numbers, SharedLoad(1)))
+            jobs.begin(PendingLoad(load, tier_request, numbers, numbers, SharedLoad(1), 0))
             in_flight[load.job_id] = ("loading", blocks, 0)
         elif rng.random() < 0.5:
             stored = [StoreItem(b"%d" % n, n, n) for n in range(blocks)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -119,9 +121,23 @@ def test_all_tiers_of_a_step_share_a_look() -> None:
     assert watch.loads(b"") is not watch.stores(b""), "before the step, and after it"
 
 
+class Numbered(WeightAgreement):
+    """Of steps in a row."""
+
+    def __init__(self, ranks: int, generation: Generation) -> None:
+        super().__init__(ranks, generation)
+        self._step = -1
+
+    def orders(
+        self, metadata: Sequence[Any], step: int = 0, is_first: bool = False
+    ) -> WeightOrders:
+        self._step += 1
+        return super().orders(metadata, self._step, is_first)
+
+
 def test_ranks_wait_for_each_other() -> None:
     generation = Generation()
-    agreement = WeightAgreement(2, generation)
+    agreement = Numbered(2, generation)
     stores = OffloadingConnectorMetadata(reqs_to_store=[StoreJob(0, [])])
     weights = [Slow(), Slow()]
     ranks = [WeightWatch(one, 2) for one in weights]
@@ -168,7 +184,7 @@ def test_ranks_wait_for_each_other() -> None:
 def test_nobody_waits_for_a_rank_that_a_step_never_came_to(lost: int) -> None:
     """It failed there before, and the engine goes on: that rank stores nothing any more, and so no
     later step does."""
-    agreement = WeightAgreement(2, Generation())
+    agreement = Numbered(2, Generation())
     stores = OffloadingConnectorMetadata(reqs_to_store=[StoreJob(0, [])])
     ranks = [WeightWatch(Weights(), 2) for _ in range(2)]
     looks = []
@@ -190,6 +206,15 @@ def test_nobody_waits_for_a_rank_that_a_step_never_came_to(lost: int) -> None:
 def test_reports_fold() -> None:
     one = WeightReport(None, {1: Seen(1, True), 2: Seen(1, True)})
     two = WeightReport(b"x", {2: Seen(1, False), 3: Seen(1, True)})
-    assert one.fold(two) == WeightReport(
-        b"x", {1: Seen(1, True), 2: Seen(2, False), 3: Seen(1, True)}
-    )
+    seen = {1: Seen(1, True), 2: Seen(2, False), 3: Seen(1, True)}
+    assert one.fold(two) == WeightReport(b"x", seen)
+
+
+def test_steps_that_never_came_are_reported_once() -> None:
+    watch = WeightWatch(Weights(), 1)
+    watch.bind(WeightOrders(step=0))
+    assert watch.report() is None
+    for step in (2, 5):  # the second one comes before a report
+        watch.bind(WeightOrders(step=step))
+    assert watch.report() == WeightReport(None, {}, missed={1, 3, 4})
+    assert watch.report() is None

@@ -469,6 +469,26 @@ def test_whoever_takes_the_paged_kv_away_says_so_before(
     assert calls == ["sleep"] * 2, "its engine has ended"
 
 
+@pytest.mark.parametrize("asleep", [[], [False], [True, False]])
+def test_memory_that_sleeps_is_not_read(
+    asleep: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import device_allocator
+
+    from tiers.engine.vllm_hosting import weights_of_worker
+
+    pages = {at: SimpleNamespace(is_asleep=one) for at, one in enumerate(asleep)}
+    allocator = SimpleNamespace(pointer_to_data=pages)
+    place = "get_mem_allocator_instance"
+    monkeypatch.setattr(device_allocator, place, lambda: allocator, raising=False)
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    seen = SimpleNamespace(parts=1, look=lambda part: SimpleNamespace(seen=lambda: b"seen"))
+    worker = SimpleNamespace(vllm_config=config, kvtiers_weights=seen)
+    assert weights_of_worker(worker) == (None if any(asleep) else [b"seen"])
+    config.model_config.enable_sleep_mode = False
+    assert weights_of_worker(worker) == [b"seen"]
+
+
 @pytest.mark.parametrize("binds", ["bind_kv_cache_manager", "bind_gpu_block_pool"])
 @pytest.mark.parametrize("on_reset", ["forget", "keep"])
 def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_reset: str) -> None:

@@ -227,7 +227,7 @@ def test_weights_are_compared_after_each_call_or_when_they_can_be_read(
     engine: Any = object.__new__(HostingEngine)
     core = SimpleNamespace(collective_rpc=client)
     engine._executor, engine._seen, engine._is_compared = workers, [b"old"], True
-    engine._is_outdated = engine._has_looked = engine._has_failed = False
+    engine._is_outdated = engine._has_looked = engine._has_failed = engine._is_fresh = False
     engine._resets, engine._watch = 0, WeightWatch(Weights(), ranks=1)
     engine._room = SimpleNamespace(step_begins=lambda: None)
     engine._watch_calls(core)
@@ -239,6 +239,43 @@ def test_weights_are_compared_after_each_call_or_when_they_can_be_read(
     assert engine.is_outdated
     engine.end_step()
     assert engine.is_outdated == (weights == [b"new"])
+
+
+@pytest.mark.parametrize("after", ["a reset", "a step", "the start"])
+@pytest.mark.parametrize("who", ["the engine", "a client", "a client, and they sleep on"])
+def test_workers_that_sleep_are_outdated_but_after_a_reset(who: str, after: str) -> None:
+    """Their count of sleeps shows in their weights. What sleeps has no memory to read."""
+    from tiers.engine.vllm_hosting import HostingEngine
+
+    shown: list[list[bytes] | None] = [[b"old"]]
+
+    def sleep(*_: Any) -> None:
+        executor.is_sleeping = who == "the engine"
+        shown[0] = None if "sleep on" in who else [b"slept"]
+
+    def wake_up() -> None:
+        executor.is_sleeping, shown[0] = False, [b"slept"]
+
+    executor = SimpleNamespace(collective_rpc=lambda _: [*shown], is_sleeping=False)
+    executor.sleep, executor.wake_up = sleep, wake_up
+    core = SimpleNamespace(collective_rpc=sleep)
+    engine: Any = object.__new__(HostingEngine)
+    engine._executor, engine._seen, engine._is_compared = executor, [[b"old"]], True
+    engine._is_outdated = engine._has_looked = engine._has_failed = engine._is_fresh = False
+    engine._resets, engine._watch = 0, WeightWatch(Weights(), ranks=1)
+    engine._room = SimpleNamespace(step_begins=lambda: None)
+    engine._watch_calls(core)
+    if after != "the start":
+        engine.reset()
+    if after == "a step":
+        engine.end_step()
+    executor.sleep() if who == "the engine" else core.collective_rpc("sleep")
+    if who != "a client":
+        assert engine.is_outdated
+        executor.wake_up()
+    assert engine.is_outdated == (after != "a reset")
+    engine.reset()
+    assert not engine.is_outdated
 
 
 @pytest.mark.parametrize("reset", ["asleep", "awake", "awake, then a step"])
@@ -310,7 +347,7 @@ def test_nothing_is_served_or_kept_behind_a_request_that_goes_on_under_wrong_nam
     for _ in range(3):  # each part of it is added
         assert scheduler.add_request(session) == "added"
         assert engine.is_outdated != right and engine.serves == right
-    assert caplog.text.count("keep nothing from now on") == (not right)
+    assert caplog.text.count("serve and keep nothing") == (not right)
     for there, succeeded in ((True, True), (False, False), (False, True)):
         engine._is_outdated = False
         scheduler.requests = {"r": session} if there else {}

@@ -220,3 +220,59 @@ def test_a_trainer_that_has_the_workers_sleep(run_vllm: Callable[..., Run]) -> N
     policy = run_vllm([one, one, other], [cpu], told={1: naps}, on_reset="keep", **IN_PROCESS)
     assert policy.tokens == [plain.tokens[0], *plain.tokens]
     assert policy.count("cpu", "load_failures") > 0
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["forget", "keep", "hosted"])
+def test_workers_that_sleep_without_a_reset(
+    run_vllm: Callable[..., Run], tmp_path: Path, how: str
+) -> None:
+    """The engine serves what is gone, as without tiers; what it computes behind that is never
+    another's."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    one, other = ASKED
+    longer, others = [([*one[0][0], *other[0][0][:300]], 8)], [(other[0][0], 8)]
+    (true,) = run_vllm([longer], **IN_PROCESS).tokens
+    told: dict[int, Any] = {1: [("sleep_past", {})], 3: [("reset_prefix_cache", {})]}
+    rounds = [one, longer, longer, others]
+    tiers: dict[str, Any] = {"tiers": [disk]}
+    over: dict[str, Any] = {**tiers, **AHEAD, "on_reset": how}
+    if how == "hosted":
+        tiers = {"kv_transfer_config": hosted({"type": "cpu", "capacity": "16MiB"}, disk)}
+        over = {**tiers, **IN_PROCESS}
+    policy = run_vllm(rounds, told=told, settled=True, **over)
+    assert policy.tokens[1] != true, "what is gone must matter"
+    replica = run_vllm([longer, others], **tiers, **IN_PROCESS)
+    assert replica.tokens == [true, policy.tokens[3]]
+    assert replica.cached[0] == [FULL], "what was stored before is right"
+
+
+@pytest.mark.faults
+def test_an_engine_that_sleeps_over_vllms_own_connector_goes_on_with_its_tiers(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """It was reset before, so that a later call of its workers shows nothing new."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    tiers = hosted({"type": "cpu", "capacity": "16MiB"}, disk)
+    told = {1: NAP, 2: [("collective_rpc", {"method": "get_model"})]}
+    options = {"settled": True, "enable_prefix_caching": False, **IN_PROCESS}
+    policy = run_vllm([ASKED[0]] * 3, told=told, kv_transfer_config=tiers, **options)
+    assert policy.cached == [[0], [0], [FULL]]
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+@pytest.mark.parametrize("options", [IN_PROCESS, AHEAD], ids=["one step", "two steps"])
+def test_a_load_whose_step_raised_before_the_worker_had_it_ends(
+    run_vllm: Callable[..., Run], options: dict[str, Any]
+) -> None:
+    """In an engine of the caller's process, which goes on."""
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    one, other = ASKED
+    raises = [("raise_under_a_load", {"asked": one[0][0]})]
+    options = {**options, "enable_prefix_caching": False}
+    plain = run_vllm([one, other], **options)
+    policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
+    assert policy.tokens == [plain.tokens[0], *plain.tokens]
+    assert policy.cached[1] == [FULL]

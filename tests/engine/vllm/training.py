@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -159,6 +160,45 @@ def sleep_under_a_load(llm: Any, asked: list[int]) -> bool:
     while engine.has_unfinished_requests():
         engine.step()
     return is_untouched
+
+
+def lose(worker: Any) -> None:
+    """On a worker: what the memory of paged KV that was taken away is when it is given back."""
+    for layer in worker.model_runner.kv_caches:
+        layer.zero_()
+
+
+def sleep_past(llm: Any) -> None:
+    """Have the workers sleep and wake past the engine, which keeps its cache of what is gone. The
+    CPU's worker ignores it."""
+    llm.collective_rpc("sleep", kwargs={"level": 1})
+    llm.collective_rpc(lose)
+    llm.collective_rpc("wake_up")
+
+
+def raise_under_a_load(llm: Any, asked: list[int]) -> bool:
+    """Have a step raise that orders a load, before the worker has it, and go on with the engine;
+    False: the request never ends."""
+    from vllm import SamplingParams, TokensPrompt
+
+    engine = llm.llm_engine
+    executor = engine.model_executor
+    execute = executor.execute_model
+
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        executor.execute_model = execute
+        raise MemoryError("there is none for the step")
+
+    params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    engine.add_request("waits", TokensPrompt(prompt_token_ids=asked), params)
+    executor.execute_model = execute_model
+    with suppress(MemoryError):
+        engine.step()
+    assert executor.execute_model is execute, "no step has raised"
+    late = time.monotonic() + 20
+    while engine.has_unfinished_requests() and time.monotonic() < late:
+        engine.step()
+    return not engine.has_unfinished_requests()
 
 
 class Trained:

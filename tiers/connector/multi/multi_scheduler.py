@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import Counter
@@ -316,7 +315,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         is_loading = any(loader.load_cost.is_loading for loader in self._loaders.values())
         runs = scheduler_output.num_scheduled_tokens or is_loading or self._requests.loads_beside
         self._stood = 0 if runs else self._stood + 1
-        orders = self._agreement.orders(metadata)
+        orders = self._agreement.orders(metadata, step.number, step.is_first)
         parts = metadata, saves, number, orders, changes, pieces
         return MultiConnectorMetadata(*parts, self.names)
 
@@ -346,6 +345,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             parts = (*whole.metadata, *(None,) * (len(self.children) - len(whole.metadata)))
             if whole.weights is not None:
                 self._requests.take_reports(whole.weights.adapters)
+                # They raised before workers had them, in an engine that goes on.
+                for loader in self._loaders.values() if whole.weights.missed else ():
+                    loader.load_again(whole.weights.missed)
             if whole.changes is not None and self.changes is not None:
                 self.changes.heard(whole.changes)
 
@@ -361,13 +363,13 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Begin the next generation: workers saw that the weights are others, and the engine
-        did not report it."""
+        """Begin the next generation: workers saw that the weights are others, or the paged KV
+        was gone, and the engine did not report it."""
         self._unannounced.log(
-            "the weights changed, and the engine's prefix cache was not reset. This engine loads "
-            "nothing again that it stored before, and no other finds what it stores from now on. "
-            "Reset that cache after each change: it may still serve KV of other weights, and what "
-            "begins with such KV is not stored (outdated_requests_total)"
+            "the weights changed, or workers slept, and the engine's prefix cache was not reset. "
+            "This engine loads nothing again that it stored before, and no other finds what it "
+            "stores from now on. Reset that cache after each: it may still serve KV of other "
+            "weights or none, and what begins with such KV is not stored (outdated_requests_total)"
         )
         self._requests.reset()
         self.for_each(lambda child: child.weights_changed())
@@ -569,23 +571,21 @@ class WeightAgreement:
     def __init__(self, ranks: int, generation: Generation) -> None:
         self._ranks = ranks
         self._generation = generation
-        self._steps = itertools.count()
         self._seen: dict[int, Seen] = {}
         self._verdicts: dict[int, bool] = {}
 
-    def orders(self, metadata: Sequence[Any]) -> WeightOrders:
-        """The orders for looks of a step with these orders of the tiers."""
+    def orders(self, metadata: Sequence[Any], step: int, is_first: bool) -> WeightOrders:
+        """The orders for looks of a step with these orders of the tiers (see `EngineStep`)."""
         tiers = [tier for tier in metadata if isinstance(tier, OffloadingConnectorMetadata)]
         # What a step computes may be stored by a later one, when the weights have changed.
         tag = None if all(tier.idle for tier in tiers) else self._generation.in_use()
-        step = next(self._steps)
         if self._ranks == 1:
-            return WeightOrders(tag=tag, step=step)
+            return WeightOrders(tag=tag, step=step, is_first=is_first)
         number = step if any(tier.reqs_to_store for tier in tiers) else None
         if number is not None:
             self._seen[number] = Seen(0, unchanged=True)
         verdicts, self._verdicts = self._verdicts, {}
-        return WeightOrders(number, verdicts, tag, step)
+        return WeightOrders(number, verdicts, tag, step, is_first)
 
     def heard(self, report: WeightReport | None) -> bool:
         """Take in a report of ranks; whether the current generation's weights have changed."""

@@ -52,6 +52,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
     def unregister_kv_caches(self) -> None:
         """Every child lets go of the paged KV. Connectors of vLLM before 0.33 have no such member,
         and their engine does not call this."""
+        self._watch.kv_gone()
         self.for_each(lambda child: child.unregister_kv_caches())
 
     def restore_kv_caches(self) -> None:

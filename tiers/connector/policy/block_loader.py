@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Protocol, runtime_checkable
 
 from tiers.connector.policy.request_state import RequestState
@@ -37,6 +37,9 @@ class BlockLoader(Explained, Protocol):
         self, request_state: RequestState, ranges: Sequence[range], shared: SharedLoad
     ) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
+
+    def load_again(self, missed: Set[int]) -> None:
+        """Order the loads of steps again that no worker had."""
 
 
 class SharedLoad:

@@ -125,12 +125,14 @@ class EngineStep(NamedTuple):
     block and have none that a tier is to be offered again. `overwritten`: paged blocks that it
     writes, that were allocated for loads since the step before, or in which that left a state.
     `added`: paged blocks that requests are given for it, and write. `copies`: of paged blocks, made
-    before it."""
+    before it. `is_first`: whether the engine's own cache was empty before it. `number`: from 0."""
 
     scheduled: list[Scheduled]
     overwritten: set[int]
     added: set[int]
     copies: Sequence[BlockCopy]
+    is_first: bool = False
+    number: int = -1
 
     @property
     def prompt_tokens(self) -> int:

@@ -69,8 +69,8 @@ class RequestTable:
         self._computed_since: set[int] | None = None
         """Paged blocks computed or loaded since a reset that left the engine its own cache; None:
         it has none of other weights."""
-        self._emptied: EngineStep | None = None
-        """The last step before the engine's own cache was emptied."""
+        self._is_empty = True
+        """Whether the engine's own cache has nothing yet, or was emptied since."""
 
     @classmethod
     def of_connectors(cls, block_tokens: int) -> RequestTable:
@@ -259,7 +259,9 @@ class RequestTable:
             overwritten.add(copy.dst_block_id)
             if (since := self._computed_since) is not None:  # it is as old as what is copied
                 (since.add if copy.src_block_id in since else since.discard)(copy.dst_block_id)
-        self.step = EngineStep([], overwritten, set(), copies)
+        number = self.step.number + 1
+        self.step = EngineStep([], overwritten, set(), copies, self._is_empty, number)
+        self._is_empty &= not (overwritten or output.num_scheduled_tokens)
         states = self._states_left(output)
         tokens, add_written = self.engine.block_tokens, self.groups.add_written
         for new in output.scheduled_new_reqs:
@@ -344,8 +346,7 @@ class RequestTable:
         self.step.scheduled.append(run)
 
     def _not_computed(self, request_state: RequestState, before: int) -> tuple[range, ...]:
-        """The leading blocks of a request that begins with `before` tokens, but those that tiers
-        have loaded."""
+        """The leading blocks of a request that begins with `before` tokens, without loaded ones."""
         # Of a prompt that was loaded whole the engine computes the last token once more.
         stop = (before + 1) // self.engine.block_tokens
         loads = request_state.load_range
@@ -424,9 +425,9 @@ class RequestTable:
         }
         for request_state in self._states.values():
             request_state.is_outdated = True
-        if self.step is not self._emptied:
+        if not self._is_empty:
             self._computed_since = set()
 
     def cache_emptied(self) -> None:
         """The engine has reset its own cache, as it refuses to while a request has blocks."""
-        self._computed_since, self._emptied = None, self.step
+        self._computed_since, self._is_empty = None, True

@@ -18,6 +18,7 @@ A request that a tier failed is not looked up in that tier again (`TierRequest.r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,14 +30,15 @@ from tiers.contract.messages import NO_PLACE, JobResult, LoadJob, MoveJob, Promp
 @dataclass
 class PendingLoad:
     """A load in flight. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
-    that item i belongs to. `shared`: the load of the request that it is a part of. `result`: of the
-    ranks that have ended."""
+    that item i belongs to. `shared`: the load of the request that it is a part of. `step`: that
+    orders it. `result`: of the ranks that have ended."""
 
     job: LoadJob
     tier_request: TierRequest
     blocks: list[int]
     of_block: list[int]
     shared: SharedLoad
+    step: int
     result: JobResult = field(default_factory=JobResult)
 
 
@@ -114,6 +116,13 @@ class Jobs:
         del self._in_flight[job_id]
         self._count(pending, -1)
         return pending
+
+    def loads_of(self, steps: Set[int], then: int) -> Iterator[LoadJob]:
+        """The loads that these steps order, which a step `then` orders from now on."""
+        for pending in self._in_flight.values():
+            if isinstance(pending, PendingLoad) and pending.step in steps:
+                pending.step = then
+                yield pending.job
 
     @property
     def any_loading(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,7 @@ class OffloadingScheduler(SchedulerConnector):
         opener: TierOpener,
         now: Callable[[], float],
     ) -> None:
-        """`requests`, `opener`: those of all tiers of the chain. `now`: seconds, never going
-        back."""
+        """`requests`, `opener`: of all tiers of the chain. `now`: seconds, never going back."""
         self.load_cost = LoadCost(now, getattr(spec, "loads_at_once", LOADS_AT_ONCE))
         self._requests, self._now = requests, now
         self._spec, self._chain, self._opener = spec, chain, opener
@@ -355,10 +354,14 @@ class OffloadingScheduler(SchedulerConnector):
         job = LoadJob(self._jobs.next_id(), name, items, seconds, tag, place, first)
         size = len(self._requests.groups)
         of_block = [number // size for number in numbers] if size > 1 else numbers
-        self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared))
+        step = self._requests.step.number + 1
+        self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared, step))
         self._loads.append(job)
         self.load_cost.began(job.job_id, self._tokens(len(blocks)))
         self._begins(tier_request, len(blocks))
+
+    def load_again(self, missed: Set[int]) -> None:
+        self._loads += self._jobs.loads_of(missed, self._requests.step.number + 1)
 
     def _parts(self, request_state: RequestState, blocks: list[int]) -> tuple[list[int], list[int]]:
         """The number of the key, and the paged block, of each part of these blocks that the engine

@@ -6,6 +6,7 @@
 | unchanged | each step that loads or stores looks at the next part | unchanged or over |
 | over | a look differed: nothing of it is loaded or stored | the scheduler begins the next |
 
+It is over as well once the memory of the paged KV was taken away without a reset of the engine.
 The first generation, which has no tag, stands for the weights that were there at the start.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Set
 from concurrent.futures import Future
 
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
@@ -108,6 +110,8 @@ class WeightWatch(Watch):
         self._weights = weights
         self._is_shared = ranks > 1
         self._step, self._is_computed = -1, True
+        self._is_kv_gone = False
+        self._missed: Set[int] = frozenset()
         self._generation: _Generation | None = None
         self._over: dict[bytes, None] = {}
         """The last of those that are over, in their order; orders of longer ago have ended."""
@@ -126,6 +130,7 @@ class WeightWatch(Watch):
     def bind(self, orders: WeightOrders) -> None:
         self._number = orders.number
         self._looks.clear()
+        self._is_kv_gone &= not orders.is_first
         self._follow(orders)
         if orders.tag is not None:
             self._of(orders.tag)
@@ -142,7 +147,9 @@ class WeightWatch(Watch):
         if orders.step is None:
             return
         missed = range(self._step + 1, orders.step)
-        if self._is_shared and missed:
+        if not self._is_shared:
+            self._missed |= {*missed}
+        elif missed:
             # Others wait for what was seen in these, and here nobody hears what they brought.
             self._unreported |= dict.fromkeys(missed)
             self.close()
@@ -156,6 +163,9 @@ class WeightWatch(Watch):
 
     def computed(self) -> None:
         self._is_computed = True
+
+    def kv_gone(self) -> None:
+        self._is_kv_gone = True
 
     @property
     def may_store(self) -> bool:
@@ -187,6 +197,7 @@ class WeightWatch(Watch):
         """The generation of a job's keys, which may be the next one."""
         now = self._generation
         if now is not None and now.tag == tag:
+            now.is_over |= self._is_kv_gone
             return now
         made = _Generation(tag, self._weights)
         if tag in self._over:
@@ -196,7 +207,7 @@ class WeightWatch(Watch):
             self._over[now.tag] = None
             if len(self._over) > MOST_OVER:
                 del self._over[next(iter(self._over))]
-        self._generation = made
+        self._generation, self._is_kv_gone = made, False
         return made
 
     def report(self) -> WeightReport | None:
@@ -214,9 +225,10 @@ class WeightWatch(Watch):
         for number in seen:
             del self._unreported[number]
         loaded = self.adapters.report()
-        if over is None and not seen and not loaded:
+        missed, self._missed = self._missed, frozenset()
+        if over is None and not seen and not loaded and not missed:
             return None
-        return WeightReport(over, seen, {self._rank: loaded} if loaded else {})
+        return WeightReport(over, seen, {self._rank: loaded} if loaded else {}, missed)
 
     def close(self) -> None:
         """Release those who wait for the scheduler, which decides nothing any more."""
