@@ -91,6 +91,7 @@ class ExplainSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 Beside = TypeVar("Beside", EventsSpec, "RecordSpec | None", "ControlSpec | None")
+"""Settings with a folder that is no tier's."""
 MIN_BYTES = 16 << 20
 """A smaller `max` is refused: its files, a sixteenth of it each, could not hold a long prompt."""
 

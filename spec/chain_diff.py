@@ -36,7 +36,8 @@ SHOWN = (str, int, float, bool)
 
 
 class KeyChange(NamedTuple):
-    """A setting that differs: key, and both values as written; empty: they are not shown."""
+    """A setting that differs: its key, and both values as an operator writes them; empty: they are
+    not shown."""
 
     key: str
     before: str = ""

@@ -191,8 +191,9 @@ class StoreSpec(OffloadingSpec):
     @property
     def host_local(self) -> bool | None:
         """Whether only the host that stored a block can find it, as in a folder or in a server at
-        localhost. An engine on several hosts serves without such a tier, which it would miss. None:
-        the store decides; it counts as local if it has `is_prompt` or the capability `Clear`."""
+        localhost. An engine on several hosts serves without such a tier, which would find
+        nothing. None: the store decides; it counts as local if it has `is_prompt` or the
+        capability `Clear`."""
         return None
 
     @property

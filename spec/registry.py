@@ -137,5 +137,6 @@ def package_of(spec: OffloadingSpec) -> str | None:
 
 
 def finds_damage(spec: StoreSpec) -> bool:
-    """Whether the tier's store detects damage itself, as tests show of ours alone."""
+    """Whether the tier's store detects damage itself, as tests show of ours; of a plugin's nobody
+    knows."""
     return spec.verifies and type(spec).open.__module__.startswith(OURS)

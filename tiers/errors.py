@@ -66,6 +66,7 @@ class RecordingError(KVTiersError):
 
 
 def ends_process(error: BaseException) -> bool:
-    """Whether it asks this process to end. On another thread a plugin called exit, which fails."""
+    """Whether it asks this process to end. On another thread a plugin called exit, which fails. Its
+    class counts, whatever its `__class__` says."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and issubclass(type(error), KeyboardInterrupt | SystemExit)

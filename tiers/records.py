@@ -67,7 +67,8 @@ class StoredRecords(Protocol):
         end is listed once at least."""
 
     def read(self, some: Sequence[StoredRecord], use: Use = ignore) -> list[Finding]:
-        """Read these records, check key, length and checksum; `use` those that are whole."""
+        """Read these records and check key, length and checksum; call `use` for those that are
+        whole."""
 
     def drop_damaged(self, some: Sequence[StoredRecord]) -> int:
         """Read these records once more and drop those that are damaged still; return how many. A

@@ -37,7 +37,8 @@ RateOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BESIDE = 200e6
 """Bytes a second that are read beside engines unless --rate says otherwise."""
-SHOWN = 20  # damaged blocks, a line each: on a bad disk all may be
+SHOWN = 20
+"""Damaged blocks that have a line; on a bad disk there are as many as the disk holds."""
 
 
 def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -> None:

@@ -69,7 +69,8 @@ class Copier(Protocol):
         """The processors near it, for threads that touch that memory; none: all are as near."""
 
     def warning(self) -> str:
-        """Why it copies too slowly, for the operator; empty: it does not. Asked every step."""
+        """Why it copies more slowly than it should, for the operator; empty: it does not. Asked
+        every step."""
 
     def fence(self) -> Fence:
         """Mark the work queued on the engine's device so far, for `scatter`."""

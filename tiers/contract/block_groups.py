@@ -160,7 +160,8 @@ class BlockGroups:
         ]
 
     def add_written(self, found: set[int], tables: Sequence[Sequence[int]], computed: int) -> None:
-        """Add the paged blocks, of every group, that a step writes from `computed` tokens on."""
+        """Add the paged blocks, of every group, that a step writes which begins with `computed`
+        tokens."""
         for group, tokens in self._sizes:
             found.update(tables[group][computed // tokens :])
 

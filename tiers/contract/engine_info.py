@@ -30,7 +30,8 @@ MOMENT = 0.2
 
 
 ALONE = "alone: "
-"""The fact `weights` begins so where nobody else has the same, nor this engine started again."""
+"""The fact `weights` begins so where nobody else has the same, nor this engine once it is started
+again."""
 
 
 OF_BYTES = (

@@ -110,8 +110,9 @@ class RequestMark(MediaMark):
 class LoadedAdapter(NamedTuple):
     """What one worker has loaded as an adapter.
 
-    `number`: the engine's for it. `content`: digest of the weights; empty: they differed each time.
-    `stamp`: what changes when the files that they came from are replaced; empty: nobody can tell.
+    `number`: the engine's for it. `content`: digest of the weights; empty: they were not the same
+    each time. `stamp`: what changes when the files that they came from are replaced; empty: nobody
+    can tell.
     """
 
     number: int

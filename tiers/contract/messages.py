@@ -21,10 +21,11 @@ from tiers.wrappers.guard import Health
 class WorkerHandshake:
     """A worker's report of itself, before the first request or soon after.
 
-    `namespace`: digest that its blocks are known by; empty for a tier whose blocks only this engine
-    finds. `payload_bytes`: bytes of one block. `host`: see `EngineInfo`. `slots`: how many it has;
-    None: as many as the chain asks for. `shortage`: why it has no memory for the host tiers; empty:
-    it has. `weights`: what names the model's weights to other engines; empty: not known.
+    `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
+    engine finds. `payload_bytes`: bytes of one block.
+    `host`: see `EngineInfo`. `slots`: how many it has; None: as many as the chain asks for.
+    `shortage`: why it has no memory for the host tiers; empty: it has. `weights`: what names the
+    model's weights to other engines; empty: not known.
     """
 
     rank: int
@@ -158,9 +159,10 @@ class OffloadingConnectorMetadata:
     """One step's orders to the workers of one tier.
 
     `slots_to_fill`: loads of no request, into slots, which are their items' targets.
-    `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten. `idle`: the step
-    computes nothing, so a worker may wait a moment for its transfers. `one_writer`: all ranks find
-    one record of a block, which rank 0 stores. `moves`, `vacated`: of a host pool made smaller.
+    `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten.
+    `idle`: the step computes nothing, so a worker may wait a moment for its transfers.
+    `one_writer`: all ranks find one record of a block, which rank 0 stores.
+    `moves`, `vacated`: of a host pool that is made smaller.
     """
 
     reqs_to_load: list[LoadJob] = field(default_factory=list)

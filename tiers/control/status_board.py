@@ -33,7 +33,8 @@ Sums = dict[str, dict[str, float]]
 class StatusBoard:
     """Adds up what a chain measures. The scheduler's thread calls `measured`, any thread `status`.
 
-    The scheduler's thread alone writes; a reader copies each dict in one call, under the GIL.
+    The scheduler's thread alone writes; a reader copies each dict in one call, while it holds the
+    interpreter.
     """
 
     def __init__(

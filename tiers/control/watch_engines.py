@@ -1,4 +1,5 @@
-"""What do a folder's engines do now? A thread asks each, so none waits for one that hangs."""
+"""What do the engines of a folder do, again and again? A thread asks each, so none waits for one
+that hangs."""
 
 from __future__ import annotations
 

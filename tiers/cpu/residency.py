@@ -145,7 +145,8 @@ class SlotResidency:
     """
 
     SCAN = 1024
-    """Most blocks that an eviction looks at: a pool of blocks in use costs little."""
+    """Most blocks that one eviction looks at, so that a pool whose blocks are all in use costs
+    little."""
 
     def __init__(self, pool: SlotPool, max_slots: int, policy: EvictionPolicy) -> None:
         self.on_evict: Callable[[bytes], None] | None = None

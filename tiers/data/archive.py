@@ -5,8 +5,9 @@
             of this and of the header; the record's header (`tiers/block.py`); the packed bytes
     end     the number of frames, and a digest of all their headers in order
 
-A record's header has a checksum of itself and of the stored bytes, so nothing is believed that has
-changed. Frames are only ever appended: an archive that was cut off anywhere is its whole frames.
+A record's header has a checksum of itself and of the stored bytes, so that nothing is believed
+that has changed. Frames are only ever appended: an archive that was cut off anywhere is its whole
+frames.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def import_archive(archive: ArchiveReader, spec: StoreSpec, progress: Progress) 
 
 
 def import_notes(archive: ArchiveReader, records: StoredRecords) -> None:
-    """Keep the archive's notes of namespaces without one in the tier, whose notes are newer."""
+    """Keep the archive's notes of namespaces that have none in the tier: what its engines note is
+    later."""
     held = records.notes()
     for space, text in archive.head.notes.items():
         if bytes.fromhex(space) not in held and read_note(text.encode()) is not None:

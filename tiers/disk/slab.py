@@ -141,7 +141,8 @@ class Slab:
 
     def read(self, number: int, payloads: Sequence[memoryview]) -> list[tuple[bytes, bytes]]:
         """Fill the payloads from slots in a row; return the header of each and the payload's
-        checksum. Several are whole pages. Raises RecordError if the file is too short."""
+        checksum. Where they are several, they are whole pages. Raises RecordError if the file is
+        too short."""
         offset = number * self._size
         if len(payloads) == 1 and not self._direct:
             return [self._read_cached(offset, payloads[0])]

@@ -90,7 +90,8 @@ def _digest(stamps: list[tuple[str, Stamp]]) -> bytes:
 
 
 def name_of(adapter: Any, has_path: bool = True) -> bytes:
-    """What stands for an adapter in the engine's block hashes. `has_path`: its path does, too."""
+    """Return what stands for a LoRA adapter in the engine's block hashes. `has_path`: they contain
+    its path."""
     text = f"{adapter.lora_name}\0{adapter.lora_path if has_path else ''}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

@@ -191,7 +191,8 @@ class Bus:
         to_host: bool,
     ) -> None:
         """From staged rows to slots of `rows`, or back, `width` bytes of each. What is pinned
-        together is contiguous on both sides: else it would pass pageable memory, and wait."""
+        together is contiguous on both sides: all else would pass through pageable memory, and
+        wait."""
         stride = rows.stride(0)
         if not width == stride == staged.stride(0):  # rows that are longer than the block
             width = min(width, rows.shape[1])

@@ -186,7 +186,8 @@ class SlotPool:
         self._waiting.clear()
 
     def beyond(self, most: int) -> list[int]:
-        """Slots beyond the end that are in use, `most` at most; each time others, if any."""
+        """Some slots beyond the end that are in use yet, `most` at most; each time others, as far
+        as there are."""
         waiting = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         found = [slot for slot in waiting if self._refs[slot]]
         for slot in range(self._looked, min(self._looked + LOOKS, len(self._refs))):

@@ -57,7 +57,8 @@ Share = Callable[[Mapping[int, LoadPace], Callable[[int], int]], P]
 
 
 class Wish(NamedTuple):
-    """What a request asks for: at most `blocks`, in `left` seconds, while `others` are to begin."""
+    """What a request asks for: at most `blocks`, within `left` seconds, while `others` wait to
+    begin."""
 
     blocks: int
     left: float = math.inf
@@ -299,7 +300,8 @@ class PrefillRate:
     when it was scheduled, or from the end of the step before it where that is later, to when its
     results came back. So the engine's idle time counts for nothing, and an engine that schedules
     ahead of its results (asynchronous scheduling, pipelines) is measured by the distance of its
-    results. Decoding in the same step counts as part of what a prompt costs. For one thread alone.
+    results. Decoding in the same step counts as part of what a prompt costs. Used by one thread
+    alone.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:

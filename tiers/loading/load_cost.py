@@ -137,8 +137,9 @@ class LoadCost:
     def pace(self, tokens: int) -> LoadPace | None:
         """How soon the tier delivers blocks of `tokens`; None: not measured yet.
 
-        Where the oldest load has taken longer than all in flight should, one after the other, the
-        tier hangs or has become slow: it is ready no sooner than that load took so far.
+        Where the oldest load has taken longer than all in flight should, one after the
+        other, the tier hangs or has become slow: then it is ready no sooner than that load took so
+        far.
         """
         line = self._fitted.line
         if line is None:

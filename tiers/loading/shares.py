@@ -32,8 +32,9 @@ def share(
     """Share a prefix out so that its last block comes soonest: its pieces, and the seconds until
     then.
 
-    Blocks that few hold are given out first: the others are elsewhere, too. Of neighbours with the
-    same holders each tier loads one row, in load-priority order, or by `last` where that differs.
+    Blocks that few hold are given out first, since the others can be had elsewhere. Of neighbours
+    with the same holders each tier loads one row, in load-priority order, or by `last` where that
+    differs.
     """
     totals: Counter[Holders] = Counter()
     for holders, count in stretches:

@@ -125,8 +125,9 @@ class ObjectSpec(StoreSpec):
             yield from examine(store, bucket, self.capacity)
 
     def open(self, site: StoreContext) -> PackStore:
-        """Open without connecting. Raises TierUnusable where obstore is missing or refuses a
-        setting, a credential can't be read, or it may hold less than a block of each process."""
+        """Open the store, without connecting. Raises TierUnusable where obstore is missing or
+        refuses a setting, a credential can't be read, or it may hold less than one block of each
+        process."""
         bucket = self._bucket(site.payload_bytes)
         if self.capacity is None:
             return self._over(bucket, site.payload_bytes)

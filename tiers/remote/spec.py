@@ -194,7 +194,8 @@ class RedisSpec(StoreSpec):
         return self.records()
 
     def connection(self) -> ConnectionSettings:
-        """Make connections' settings. Raises TierUnusable when a password or file can't be read."""
+        """Make the settings of connections. Raises TierUnusable when the password or a file of TLS
+        can't be read."""
         from tiers.errors import TierUnusable
         from tiers.remote.redis.pools import ConnectionSettings
 

@@ -61,7 +61,8 @@ def _asking(owner: object, name: str, before: Callable[[str], None]) -> Callable
 
 
 def _is_pair(given: tuple[Any, ...]) -> bool:
-    """Whether a socket leads nowhere else, as threads and event loops wake each other by."""
+    """Whether this is a socket that leads nowhere else, as threads and event loops wake each other
+    by."""
     if not given or not isinstance(given[0], socket.socket):
         return False
     with suppress(OSError):

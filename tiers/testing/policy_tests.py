@@ -82,7 +82,8 @@ class EvictionContract:
     """How many hits it has at least for each of `lru`, where a few of many prompts come often."""
     hits_in_phases = 0.5
     """The same where what comes often, what comes at once again, and what comes again later take
-    turns. Of a policy made for more, write what it has: then the kit notices if it loses that."""
+    turns. Of a policy that is made for more, write what it has: then the kit notices if it loses
+    that."""
 
     def _tier(self, room: int = ROOM) -> _Tier:
         return _Tier(self.make_policy(room), room)

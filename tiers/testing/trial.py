@@ -43,7 +43,8 @@ class Medium(Protocol):
         """The bytes kept for this block, with all that the store adds, and without padding."""
 
     def write(self, key: bytes, data: bytes) -> None:
-        """Put these bytes, or fewer, in their place, as damage would: unknown to the store."""
+        """Put these bytes, as many or fewer, in their place, as damage would: the store does not
+        learn of it."""
 
 
 def find_lie(store: TierStore, medium: Medium, payload_bytes: int) -> str | None:

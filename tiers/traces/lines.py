@@ -1,4 +1,5 @@
-"""Reads JSON objects, one a line, plain or zstd, with bounded memory, and checks their fields."""
+"""Reads JSON objects from a file line by line, plain or zstd, with bounded memory, and checks their
+fields."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator
 
 T = TypeVar("T")
 Parse = Callable[[dict[str, Any]], T | None]
-"""What a line's object is, such as a request, or None for a line without; raises `Malformed`."""
+"""What a line's object is, such as a request, or None for a line that holds none; raises
+`Malformed`."""
 
 
 def read_objects(path: Path, parse: Parse[T], summary: TraceSummary) -> Iterator[T]:

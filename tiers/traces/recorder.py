@@ -218,7 +218,8 @@ class RecordWriter:
             self._pause = RETRY_SECONDS[0]
 
     def _works(self, call: Callable[[], None], requests: int = 0) -> bool:
-        """Whether a call works. If not, `requests` are dropped and the folder left alone."""
+        """Whether a call works. If not, `requests` are dropped, and the folder is left alone for a
+        while."""
         try:
             call()
         except (OSError, RecordingError) as error:

@@ -44,7 +44,7 @@ class _Found(NamedTuple):
 class RecordFolder:
     """One writer's view of the folder, by its descriptor: it does not write to another folder that
     takes its place later. It appends to the writer's current file, each time a whole zstd frame, so
-    that a file can be read after a crash. For one thread; every method may raise OSError and
+    that a file can be read after a crash. Used by one thread; every method may raise OSError and
     RecordingError."""
 
     def __init__(
@@ -207,7 +207,8 @@ class RecordFolder:
         return key
 
     def _make_room(self) -> None:
-        """Delete until a file fits. Only under the lock: two writers never take the same room."""
+        """Delete until a file fits. Only under the lock, so that two writers never take the same
+        room."""
         ended, taken = self._ended()
         left = [file for file in ended if not self._is_old(file)]
         while left and taken + sum(file.size for file in left) + self._file_bytes > self._max_bytes:

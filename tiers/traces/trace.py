@@ -50,7 +50,8 @@ class TraceSummary:
 
     requests: int = 0
     bytes_read: int = 0
-    """Bytes read of the files, as they lie on disk: progress towards `Trace.file_bytes`."""
+    """Bytes of the files that have been read, as they lie on disk: progress towards
+    `Trace.file_bytes`."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Counts of things left out or mended, by their kind."""
     notes: list[str] = field(default_factory=list)

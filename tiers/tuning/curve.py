@@ -31,7 +31,8 @@ class PrefixStack:
     It works by runs: neighbours in a prompt that one request touched last are neighbours in the
     stack. The ends of a run are found by galloping, since the request that touched a block last is
     never younger further down a prompt. A Fenwick tree over requests counts the blocks above a run.
-    It keeps all blocks, and three integers for each request that last touched any. For one thread.
+    It keeps all blocks, and three integers for each request that was the last to touch one. Used by
+    one thread.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,8 @@ class PrefixStack:
 def _run_end(
     last: Callable[[int], _Record | None], blocks: Sequence[int], start: int, record: _Record
 ) -> int:
-    """Depth behind the last block, from `start` on, that this request touched last; not the end."""
+    """The depth behind the last block, from `start` on, that this request touched last; not the
+    end."""
     low, step = start, 1
     while (high := low + step) < len(blocks) and last(blocks[high]) is record:
         low, step = high, 2 * step

@@ -61,7 +61,8 @@ def profile_tiers(
 
 
 def _moved(tier: OffloadingSpec, live: Collection[str], places: ExitStack) -> OffloadingSpec:
-    """The tier where it may be measured; `places` removes what it needs. Raises CannotMeasure."""
+    """The tier where it may be measured; `places` removes what is made for it. Raises
+    CannotMeasure."""
     if not isinstance(tier, StoreSpec) or tier.tier_name in live:
         return tier
     notes = tier.notes_folder

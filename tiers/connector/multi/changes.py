@@ -99,7 +99,8 @@ class LiveTier(Protocol):
     def jobs_in_flight(self) -> int: ...
 
     def open_ahead(self, handshakes: Sequence[WorkerHandshake]) -> None:
-        """Open it for these workers, by rank, here; nobody uses it yet. Raises TierUnusable."""
+        """Open it for these workers, by rank, on the calling thread; nobody uses it yet. Raises
+        TierUnusable."""
 
     def drain(self) -> None:
         """Store nothing more. Nobody looks it up any more."""
@@ -222,7 +223,8 @@ class Changes:
         return "\n".join(self.review(new).refused)
 
     def review(self, new: ChainSpec) -> ChainDiff:
-        """What a change to this chain does, what of it this engine refuses; any thread may ask."""
+        """What a change to this chain does here, and what of it this engine refuses; any thread may
+        ask."""
         found = diff(self.chain, new)
         names = {leaving.name for leaving in list(self._leaving.values())}
         leaving = [

@@ -85,7 +85,8 @@ def entry_of(request: Request, key: str = KEY) -> Any:
 
 
 def _actions(request: Request) -> Iterator[tuple[object, object, object]]:
-    """Name, payload and version of each action, as vLLM takes it; one more than is read at most."""
+    """Name, payload and version of each action, as vLLM's API takes it; one more than is read at
+    most."""
     entry, envelope = entry_of(request), getattr(request, "kv_hints", None)
     routed = entry_of(request, KV_HINT)
     if entry is None and envelope is None and routed is None:  # as of nearly all requests

@@ -114,7 +114,8 @@ class Admission:
         self.use(spec, is_only_tier)
 
     def use(self, spec: OffloadingSpec, is_only_tier: bool) -> None:
-        """Admit by these settings from now on. What is left of a write budget stays."""
+        """Admit by these settings from now on. What is left of a write budget stays, but for one
+        that is new."""
         store = spec if isinstance(spec, StoreSpec) else None
         self.spec = self.acceptance.spec = spec
         self._max_inflight = store.max_inflight if store is not None else None

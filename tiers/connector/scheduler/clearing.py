@@ -31,7 +31,8 @@ class Clearing:
     """Seconds that closing waits for what is to be dropped."""
     REMEMBERED = 1 << 18
     """Keys of the generation remembered where the store can't be cleared of one by its name, and
-    keys that wait to be dropped; of more, the oldest are left to eviction or time to live."""
+    keys that wait to be dropped; of more, the oldest are left to the store's eviction or time to
+    live."""
 
     def __init__(self, store: TierStore, namespaces: Sequence[bytes]) -> None:
         self._store = store

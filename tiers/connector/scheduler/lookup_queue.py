@@ -68,8 +68,9 @@ class LookupQueue:
         patience: float,
         clock: Callable[[], float],
     ) -> None:
-        """`look` asks the store, on a thread, about the keys of some questions, one after another.
-        `patience`: seconds that a request waits for an answer. `clock` gives seconds."""
+        """`look` asks the store, on a thread, about the keys of some questions, one
+        after another. `patience`: seconds that a request waits for an answer. `clock` gives
+        seconds."""
         self.threads = IoExecutor(self.THREADS, "lookup")
         self._look = look
         self._clock = clock
@@ -109,7 +110,8 @@ class LookupQueue:
         wait_a_moment(asked)
 
     def gives_up(self, asked: AskedKeys) -> bool:
-        """Whether nobody waits for an answer any more. A question not asked yet then never is."""
+        """Whether nobody waits for an answer any more. A question that was not asked yet then
+        never is."""
         now = self._now()
         with self._lock:
             self._note_free(now)

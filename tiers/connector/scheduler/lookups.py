@@ -69,7 +69,7 @@ class LookupTimer:
         self._of_thread: tuple[float, float] | None = None
 
     def answered_by_thread(self, answer: float, lay: float) -> None:
-        """A thread had the answer taken now, `answer` seconds after the question and `lay`
+        """A thread had the answer that is taken now, `answer` seconds after the question and `lay`
         seconds ago."""
         self._of_thread = answer, lay
 
@@ -230,7 +230,8 @@ class LookupPace:
     """Names of a short question; the part of what long ones have that these have beside them."""
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ranks`: names of a block. `clock`: of the machine, whose time is spent, in seconds."""
+        """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
+        in seconds."""
         self._names = ranks + self.OF_A_BLOCK
         self._clock = clock
         self._left = self._left_of_short = float(self.AT_ONCE)

@@ -46,7 +46,8 @@ class RankKeys:
         return [space + key for key in keys for space in spaces]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which blocks the store holds, all of this generation or all of none; on this thread."""
+        """Ask the store which blocks it holds, all of this generation or all of none; on the
+        caller's thread."""
         tag = self._generation.tag  # once: a reset may come at any time, on another thread
         is_ours = bool(keys) and keys[0].endswith(tag)
         return _everywhere(self._store.has, self._spaces(tag if is_ours else b""), keys)
@@ -152,7 +153,8 @@ class RankKeys:
 def _everywhere(
     has: Callable[[Sequence[bytes]], list[bool]], spaces: Sequence[bytes], keys: Sequence[bytes]
 ) -> list[bool]:
-    """Which keys are held in all these spaces, by one call, which costs a round trip."""
+    """Which keys are held in all these spaces, asked in one call: behind a network each costs a
+    round trip."""
     found = has([space + key for space in spaces for key in keys])
     held = found[: len(keys)]
     for start in range(len(keys), len(found), len(keys) or 1):

@@ -162,7 +162,8 @@ class TierManager:
         return 0
 
     def retune(self, spec: OffloadingSpec, lookup_deadline: float) -> None:
-        """Work by these settings from now on; a lookup is a miss after as many seconds."""
+        """Work by these settings of the tier from now on; a lookup is a miss after so many
+        seconds."""
 
     def close(self) -> None:
         """Release everything."""

@@ -1,4 +1,5 @@
-"""Checksums of slots, computed behind each gather. A later change of a block shows in any tier."""
+"""Checksums of slots, computed behind each gather. Whatever changes a block after that shows, in
+any tier."""
 
 from __future__ import annotations
 

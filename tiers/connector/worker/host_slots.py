@@ -112,7 +112,8 @@ class HostSlots:
         return SlotMemory(0, self.payload_bytes, pin=False)
 
     def _check_room(self, slots: int, pin: bool, there: int = 0) -> None:
-        """Raise TierUnusable unless memory is left for these slots beyond `there` bytes."""
+        """Raise TierUnusable unless memory is left for these slots, of which `there` bytes are
+        taken already."""
         need = slots * slot_stride(self.payload_bytes) - there
         # Other ranks may have pinned theirs already; memory that is not pinned is taken later.
         ranks = 1 if pin else self._ranks_here

@@ -364,7 +364,8 @@ class Loading:
         items: Numbered,
         fence: Fence,
     ) -> None:
-        """Read by waves; one is copied while the next is read, into the bounce of that before."""
+        """Read wave by wave; a wave is copied while the next one is read, into the bounce of the
+        one before."""
         space = space_of(self._namespace, load.job.generation)
         load.prefixes = load.job.place.prefixes(space, len(load.job.items))
         step = bounces[0].rows.shape[0]

@@ -107,7 +107,8 @@ Duty = Callable[[], bool | None]
 
 
 class Upkeep:
-    """Runs duties in rounds. A step holds the folder as a verb does, so that nobody closes it."""
+    """Runs duties in rounds. A step holds the open folder as a verb does, so that nobody closes it
+    meanwhile."""
 
     def __init__(
         self, path: Path, hold: Callable[[], AbstractContextManager[object]], duties: Sequence[Duty]

@@ -48,7 +48,8 @@ _SAMPLING = (
     "use_cache use_mtp watermarking_config"
 )
 SAMPLING_KEYS = frozenset(_SAMPLING.split())
-"""Keys of a generation config that decide which tokens come next, or how many. Others are facts."""
+"""Keys of a generation config that decide which tokens come next, or how many. Any other is a
+fact."""
 
 
 def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
@@ -227,7 +228,8 @@ def _experts(modules: Iterable[Any]) -> set[str]:
 
 
 def _sources(model: Any) -> set[str]:
-    """From where a model loads more weights: name or path, revision, and a folder in there."""
+    """Return from where a model loads more weights: the name or path, the revision, and a folder in
+    there."""
     more = getattr(model, "secondary_weights", ())
     return {json.dumps([one.model_or_path, one.revision, one.subfolder]) for one in more}
 

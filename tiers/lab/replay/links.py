@@ -34,7 +34,8 @@ class Direction:
         self._lock = threading.Lock()
 
     def passes(self, seconds: float, since: float) -> float:
-        """When a transfer of `seconds` ends that is ready at `since`. It waits for those before."""
+        """When a transfer of `seconds` is over that is ready at `since`. It waits for all those
+        before."""
         with self._lock:
             moment = self._free_at = max(since, self._free_at) + seconds
             self.busy += seconds

@@ -83,7 +83,8 @@ class ReplayScheduler:
         return step
 
     def _go_on(self, step: Step, budget: int) -> int:
-        """Put the next tokens of those that run into the step; returns the rest of its budget."""
+        """Put the next tokens of those that run into the step; returns what is left of its
+        budget."""
         for request in self._running:
             if not request.is_computing:
                 budget -= self._run(request, step, budget)

@@ -34,7 +34,8 @@ _REMEDIES = {
 def examine(
     store: PackStore, bucket: ObstoreBucket, capacity: int | None
 ) -> Iterator[DoctorFinding]:
-    """Findings about a store open for blocks of `PACK_BYTES`, and its bucket; `capacity`: bytes."""
+    """Findings about a store that was opened for blocks of `PACK_BYTES`, and its bucket; `capacity`
+    in bytes."""
     keys = [os.urandom(48) for _ in range(PACKS)]
     try:
         yield from _look_up(store)

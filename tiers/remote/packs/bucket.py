@@ -32,9 +32,10 @@ class Bucket(Protocol):
         and nothing has changed. Others see it whole, from the return on."""
 
     def read(self, name: str, start: int, into: Sequence[memoryview]) -> int | None:
-        """Fill these views, one by one, with the bytes from `start` on; return how many there were,
-        fewer than asked for at the end, or where they are waited for no more (see `time_left`).
-        None: nothing has that name. After the return nothing writes into the views."""
+        """Fill these views, one after the other, with the bytes from `start` on; return how many
+        there were, fewer than asked for at the end, or where they are waited for no more (see
+        `time_left`). None: nothing has that name. After the return nothing writes into the
+        views."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete these; unknown names are ignored. Raises TierRefused where its user may not: any

@@ -172,7 +172,8 @@ class Evictor:
         )
 
     def step(self) -> float:
-        """Do what is due; seconds until more is. Raises TierError, OSError and MemoryError."""
+        """Do what is due now; seconds until something else is. Raises TierError, OSError and
+        MemoryError."""
         if self.room.wake.is_set():
             self.room.wake.clear()
             self._next_round = self._soonest_round
@@ -308,7 +309,8 @@ class Evictor:
 
 
 def _age(pack: Listed) -> int:
-    """Its last use, or when it was stored, in grains since the epoch, by the setter's clock."""
+    """Its last use, or when it was stored, in grains since the epoch, by the clock of whoever set
+    it."""
     return int(pack.modified // GRAIN_SECONDS)
 
 

@@ -30,8 +30,9 @@ _NOBODY = b"nobody"
 
 
 class Count(NamedTuple):
-    """What the holder says: it has counted `round` times, then there were `used` bytes; it evicts
-    what is beyond `capacity`, 0: nothing; `is_hindered`: 1, where it can't list or delete all."""
+    """What the holder says: it has counted `round` times, and then there were `used` bytes; it
+    evicts what is beyond `capacity`, 0: nothing; `is_hindered`: 1, where it can't list or delete
+    all."""
 
     round: int = 0
     used: int = 0

@@ -46,7 +46,8 @@ EACH = 0.001
 KNOWN = 4096
 """Indexes of packs that are remembered, of a KiB each at most, so that they are not read again."""
 KNOWN_SECONDS = 60.0
-"""How long one is believed: a pack stays the same, or is gone. A missing one is not remembered."""
+"""How long one is believed: a pack never changes, but may be gone. That one was missing is not
+remembered."""
 TRIES = 3
 """How often a `put` looks again where another has put a pack between its look and its own."""
 

@@ -26,8 +26,9 @@ from tiers.remote.redis.stream import (
 
 LEAST_BYTES = 2 << 20
 """Enough on loopback, and small values need it: 64 loads came at 1.5 GB/s with 512 KiB and at 2.0
-with 1 or 2 MiB (values of 64 KiB); at 2.2, 2.8 and 3.1 (256 KiB). More evicts values from processor
-caches: 64 stores of 2 MiB cost 0.31 s of a core per GB with one in flight, 0.37 with four."""
+with 1 or 2 MiB (values of 64 KiB); at 2.2, 2.8 and 3.1 (256 KiB). More only evicts values from
+processor caches: 64 stores of 2 MiB cost 0.31 s of a core per GB with one value in flight, 0.37
+with four."""
 
 MOST_BYTES = 8 << 20
 """The bandwidth-delay product of 4 ms at 2 GB/s. A larger value is sent alone."""
@@ -133,7 +134,8 @@ class _Sender:
         self.unsent += size
 
     def flush(self, most: int) -> None:
-        """Send the added parts; wait until `most` bytes or one value at most are unanswered."""
+        """Send the added parts, and wait until at most `most` bytes, or one value, are sent and not
+        answered."""
         self._stream.send(self._parts)
         self._parts = []
         self._in_flight += self.unsent
@@ -162,7 +164,8 @@ class _Sender:
 
 @lru_cache(maxsize=64)
 def _around(name: int, value: int, expiry: tuple[bytes, ...]) -> tuple[bytes, bytes, bytes]:
-    """What a SET has before the name, between name and value, and after the value, by length."""
+    """What a SET has before the name, between name and value, and after the value, whose lengths
+    these are."""
     begin = array_header(3 + len(expiry)) + bulk(b"SET") + bulk_header(name)
     return begin, b"\r\n" + bulk_header(value), b"\r\n" + b"".join(map(bulk, expiry))
 

@@ -62,7 +62,8 @@ class Pool:
                 connection.disconnect()
 
     def ask(self, deadline: Deadline, *words: bytes) -> Any:
-        """Send a small command; the reply, which redis-py reads. Raises RedisError or OSError."""
+        """Send a small command and return the reply, which redis-py reads. Raises RedisError or
+        OSError."""
         with self._connected(deadline) as connection:
             connection._sock.settimeout(deadline.left())
             connection.send_command(*words)

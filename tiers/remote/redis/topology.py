@@ -27,7 +27,8 @@ Kind = Literal["reads", "writes"]
 """What an operation does at a server; a server that refuses one kind may do the other."""
 
 FAILURES = (RedisError, ServerError, OSError, ValueError, OverflowError, RecursionError)
-"""Raised by connecting and by operations; the last ones by redis-py, for a reply that is none."""
+"""Raised by connecting to a server and by operations; the last ones by redis-py, for a reply that
+is none."""
 
 
 class OneMaster:
@@ -60,7 +61,8 @@ class OneMaster:
             raise
 
     def masters(self, deadline: Deadline) -> tuple[dict[str, Pool], int]:
-        """The master, by place, and that no hash slot lacks one: 0. Raises an error of FAILURES."""
+        """The master, by its place, and how many hash slots nobody has: none. Raises an error of
+        FAILURES."""
         return {str(self._url): self._master or self._find(deadline)}, 0
 
     def close(self) -> None:
@@ -159,7 +161,8 @@ class Cluster:
             raise failures[-1] if failures else Unreachable("no node of the cluster serves")
 
     def masters(self, deadline: Deadline) -> tuple[dict[str, Pool], int]:
-        """The masters, by place, and how many slots nobody has. Raises an error of FAILURES."""
+        """The masters, by their places, and how many hash slots nobody has. Raises an error of
+        FAILURES."""
         served = self._map or self._learn(deadline)
         nodes = [node for node in dict.fromkeys(served) if node is not None]
         return {str(node.endpoint): node.pool for node in nodes}, served.count(None)

@@ -53,7 +53,8 @@ from tiers.remote.shared.upkeep import DirectoryTerms, PacksAndLeftovers
 from tiers.store import time_left
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a pack, a block at least, read before asking whether they are waited for."""
+"""Bytes of a pack that are read at once, and a block at least, before it is asked whether they are
+waited for."""
 USE_SECONDS = 60.0
 """A pack's use is recorded by each process once in so long, or half of that, as its file's time.
 Simulated, in a directory that turns over in 100 to 650 seconds, hits are at most 2 points fewer

@@ -27,7 +27,8 @@ def create(path: str) -> int:
 
 
 def reopen(path: str, access: int) -> int:
-    """Open a file that was there; wait for no end of a pipe in its place. Raises OSError."""
+    """Open a file that was there, and wait for no other end of a pipe in its place. Raises
+    OSError."""
     access |= os.O_NOFOLLOW
     try:
         return os.open(path, access | os.O_NONBLOCK)

@@ -17,7 +17,8 @@ from tiers.tuning.simulation.simulate import simulate
 from tiers.tuning.simulation.workload import Workload
 
 SimJob = tuple[SimChain, float, float]
-"""A chain, the fraction of requests at which serving ends, and that where counting begins."""
+"""A chain, the fraction of the requests at which serving ends, and the one where counting
+begins."""
 INTERRUPT_SECONDS = 0.2
 """An interrupt is noticed within them."""
 

@@ -26,7 +26,8 @@ Placed = Sequence[tuple[int, SimulatedTier]]
 
 
 class Question(NamedTuple):
-    """Blocks of a prompt to load: at most `most`, from block `skip` of the run `path[at]` on."""
+    """Blocks of a prompt that could be loaded: at most `most`, from block `skip` of the run
+    `path[at]` on."""
 
     path: Sequence[int]
     at: int

@@ -161,7 +161,8 @@ class OwnCache:
         self._take_idle()
 
     def _drop_copies(self, prompt: Prompt) -> int:
-        """A prompt that ends gives back a copy of each of its blocks; how many."""
+        """A prompt that ends gives back a copy of each block that it computed or loaded; how many
+        there are."""
         depth, own, dropped = 0, prompt.own // self._size, 0
         for run in prompt.path:
             length = self._lengths[run]

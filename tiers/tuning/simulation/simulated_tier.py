@@ -32,7 +32,8 @@ class SimulatedTier:
         workload: Workload,
         space: LruSpace,
     ) -> None:
-        """`most`: blocks that may be in flight into it, unless its own limit or link is lower."""
+        """`most`: blocks that may be in flight into it, if neither its own limit nor its link is
+        lower."""
         rate = min(profile.store_bandwidth, spec.store_rate or math.inf)
         self.spec, self.profile = spec, profile
         self._load_seconds = block_bytes / min(profile.load_bandwidth, spec.load_rate or math.inf)
@@ -56,7 +57,8 @@ class SimulatedTier:
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, Job]] = deque()
         self.idle_since: Callable[[], float] = lambda: 0.0
-        """Since when a GPU is idle, so that blocks with room are offered at once; else infinite."""
+        """Since when a GPU is idle, so that blocks that find room are offered again at once; else
+        infinite."""
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: those that found no room."""
         self._now = 0.0
@@ -173,7 +175,8 @@ class SimulatedTier:
         return self._begin(prompt, wanted, missing)
 
     def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> Job | None:
-        """Take slots for `blocks` in parts; others wait while the prompt has its blocks."""
+        """Take slots for `blocks` blocks in parts; those without one wait while the prompt has its
+        blocks."""
         if blocks > self._room:
             parts, left = split(parts, self._room)
             if prompt in self.refused:

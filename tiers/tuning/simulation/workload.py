@@ -42,7 +42,8 @@ class Workload:
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], block_tokens: int) -> Workload:
-        """Compile requests. Raises TraceError for an id that is not of its block and all before."""
+        """Compile requests. Raises TraceError where an id does not stand for its block and all
+        before it."""
         requests, uses = list(requests), Counter[int]()
         for request in requests:
             uses.update(request.blocks)
