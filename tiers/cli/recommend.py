@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -28,14 +28,15 @@ from tiers.cli.tune import INTERRUPTED, Chains, Processes, searched
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
     from spec.offloading import OffloadingSpec
-    from tiers.control.engine_status import EngineStatus, RunningChain
+    from tiers.control.engine_status import EngineStatus, RunningChain, TierStatus
     from tiers.traces.trace import Trace, TraceRequest
+    from tiers.tuning.report import Report
     from tiers.tuning.search.advice import Advice
     from tiers.tuning.search.budget import Budget
     from tiers.tuning.search.tune import Tuned
 
 AGREES = 0.1
-"""Shares of tokens that differ by more are told: the engine counts from its start."""
+"""Shares of tokens that differ by more are told."""
 RECORD = "record: {path: /var/lib/kvtiers-trace}"
 
 
@@ -80,6 +81,7 @@ def recommend(
     from spec.load import load_chain
     from tiers.tuning.search.advice import advise, too_few
     from tiers.tuning.search.tune import TuneOptions
+    from tiers.tuning.simulation.simulate import simulate
 
     asks = recording is None or engine is not None or folder is not None
     asked = _ask(engine, folder) if asks else None
@@ -101,8 +103,11 @@ def recommend(
         found = searched(requests, trace, given, present, options, update)
     if found.is_cut_off:
         raise refused("interrupted before anything was judged", INTERRUPTED)
-    advice = advise(found, requests, trace.header.block_tokens)
-    _print(found, advice, present, file, asked, output, json_file)
+    size, tiers = trace.header.block_tokens, asked.status.tiers if asked is not None else ()
+    advice = advise(found, requests, size)
+    # Of all requests: the engine counts from its start, too.
+    again = simulate(requests, size, found.judged["present"].chain, found.budget.machine)
+    _print(found, advice, present, file, [*_measured(again, tiers)], output, json_file)
     if advice.verdict == "record longer":
         raise typer.Exit(1)
 
@@ -303,7 +308,7 @@ def _print(
     advice: Advice,
     present: ChainSpec,
     file: Path,
-    asked: Asked | None,
+    measured: Sequence[str],
     output: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -318,7 +323,7 @@ def _print(
         _rates(found.budget),
         f"Simulated on requests {first:,} to {found.requests:,}, which no choice saw:",
         comparison(found, ("present", "chosen")),
-        *_measured(found, asked),
+        *measured,
         *(f"Beware: {text}." for text in best.report.warnings),
         *([] if found.growth is None else [f"The traffic has not settled: {found.growth}."]),
         f"{advice.verdict.capitalize()}: {advice.why}.",
@@ -352,11 +357,9 @@ def _rates(budget: Budget) -> str:
     return f"Rates: {machine.prefill_rate:,.0f} prompt tokens/s are computed; {tiers}."
 
 
-def _measured(found: Tuned, asked: Asked | None) -> Iterator[str]:
-    """How far the simulation of the present chain agrees with what the engine counted."""
-    report = found.judged["present"].report
+def _measured(report: Report, tiers: Sequence[TierStatus]) -> Iterator[str]:
+    """How far a simulation of the present chain agrees with what the engine counted."""
     simulated = {use.name: use.hit_tokens / max(1, report.prompt_tokens) for use in report.tiers}
-    tiers = asked.status.tiers if asked is not None else ()
     if never := [tier.name for tier in tiers if not tier.measured_load_bytes_per_second]:
         taken = "taken to load as fast as it stores, unless the budget says"
         yield f"Nothing was loaded from {' and '.join(never)}: {taken}."

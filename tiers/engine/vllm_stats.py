@@ -123,7 +123,7 @@ def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
 class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """`vllm:kvtiers_<measure>{tier="<name>"}` beside vLLM's own metrics, registered once. Each is
     there from the start, at 0, or from the first report of what a change of the chain brings: what
-    comes first must be an increase, too.
+    comes first must be an increase, too. But for what ghosts estimate, of which 0 would be one.
 
     The prefix is vLLM's because its offline `get_metrics` shows no others. Other connectors'
     metrics are made by their classes; children that make one of the same name share it, also
@@ -163,7 +163,7 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         of_tenant, of_chain = TENANT in tier, tier.endswith(CHAIN)
         for name, metric in self._metrics.items():
             of = (name in OF_TENANT, name in OF_CHAIN)
-            if of == (of_tenant, of_chain) and name != STATE:
+            if of == (of_tenant, of_chain) and not name.startswith((STATE, "ghost_")):
                 child = metric.labels(*labels, tier.replace(TENANT, ""))
                 if name in COUNTERS:
                     child.inc(0)

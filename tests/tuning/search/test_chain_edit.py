@@ -74,6 +74,41 @@ def test_tiers_come_leave_and_change_places(text: str, order: str) -> None:
     assert ("the NVMe" in found) == ("disk" in order and text != FLOW)
 
 
+GHOSTS = """\
+ghosts:  # what else
+  - {tier: cpu, capacity: 2x}  # more memory
+  - tier: disk
+    store_threshold: 2
+  - {tier: redis, capacity: 1GB, load_rate: 1GB/s}
+explain: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "kept"),
+    [("disk", "disk redis"), ("cpu redis", "cpu"), ("redis", ""), ("disk cpu", "cpu disk redis")],
+)
+def test_ghosts_leave_with_their_tiers_and_where_what_they_stand_for_comes(
+    order: str, kept: str
+) -> None:
+    flow = (
+        ", ghosts: [{tier: cpu, capacity: 2x}, {tier: disk, store_threshold: 2}, "
+        "{tier: redis, capacity: 1GB, load_rate: 1GB/s}]}"
+    )
+    for text in (BLOCK + GHOSTS, FLOW[:-1] + flow):
+        found = changed(text, order)
+        chain = parse_chain(found)
+        assert [ghost.tier for ghost in chain.ghosts] == kept.split()
+        assert [tier.type for tier in chain.tiers] == order.split()
+        assert ("# more memory" in found) == ("cpu" in kept and text[0] == "v")
+        assert found.endswith("explain: {}\n") or text[0] == "{"
+
+
+def test_what_refers_to_a_tier_that_leaves_is_named() -> None:
+    with pytest.raises(CannotEdit, match=r"tenants.*cpu.*change it by hand"):
+        changed(BLOCK + "tenants: {acme: {tiers: [cpu]}}\n", "disk")
+
+
 def test_what_can_t_be_edited_is_refused() -> None:
     """An anchor makes two values one."""
     text = "version: 1\npromote: &a false\nreport_cached_tokens: *a\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 import redis
 
 from bench.eviction import replay
+from spec.offloading import StoreContext
 from tests.support.servers import RedisServer, binaries
+from tiers.remote.spec import RedisSpec
+from tiers.store import Block
 from tiers.tuning.simulation.sim_chain import SimTier
 from tiers.tuning.simulation.simulate import _space
 from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, leading
@@ -105,3 +109,35 @@ def test_a_server_and_its_space_keep_as_much_of_prompts_of_any_age(binary: Path,
     found = sum([*row, 0].index(0) for row in zip(*[iter(there)] * LONG, strict=True))
     assert found < 0.95 * exact, "a server evicts by samples"
     assert whole == pytest.approx(found, abs=0.05 * AGES * LONG)
+
+
+@pytest.mark.parametrize("ttl", [None, "1d"])
+@pytest.mark.parametrize("use", ["look up", "offer again", "load"])
+@pytest.mark.parametrize("binary", binaries().values(), ids=binaries())
+def test_a_server_and_its_space_count_the_same_as_used(
+    binary: Path, use: str, ttl: str | None
+) -> None:
+    """What requests have from the engine or from a tier above is offered again, for the ttl."""
+    key, used = bytes(32), use == "load" or (use == "offer again" and ttl is not None)
+    with RedisServer(binary) as server:
+        client = redis.Redis.from_url(server.url)
+        spec = RedisSpec.model_validate({"url": server.url, "ttl": ttl})
+        with closing(spec.open(StoreContext(64))) as store:
+            block = Block(key, memoryview(bytearray(64)))
+            assert store.put([block]) == [True]
+            (name,) = client.keys()
+            client.restore(name, 0, client.dump(name) or b"", replace=True, idletime=900)
+            moves = {"offer again": store.put, "load": store.get}
+            assert (moves[use]([block]) if use in moves else store.has([key])) == [True]
+            assert (client.object("idletime", name) < 600) == used
+
+    space = _space(SimTier.of(spec), 100, 150)
+    for run in range(100):
+        space.store(([(run, 1)], 1, [run]))
+    space.pass_time(900)
+    if use != "look up":
+        (space.load if use == "load" else space.touch)(range(50))
+    for run in range(100, 150):
+        space.store(([(run, 1)], 1, [run]))
+    kept = sum(space.held[:50])
+    assert kept > 40 if used else kept < 20

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from spec.text import span
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.machine import Machine
 from tiers.tuning.search.chain_text import change, finite, name, percent
-from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.search import Evaluated, Gap, Split, beats, gap
 from tiers.tuning.search.tune import ENOUGH, Tuned
+from tiers.tuning.simulation.simulate import simulate
 from tiers.tuning.simulation.workload import Workload
 
 RATES_OFF = 1.25
@@ -58,8 +57,8 @@ def too_few(requests: Sequence[TraceRequest]) -> Advice | None:
     lasted = _lasted(requests)
     time = lasted / len(requests) * more
     why = (
-        f"{len(requests):,} requests in {_span(lasted)} are too few to tell chains apart: "
-        f"{needed:,} are needed at least. Record {more:,} more, for about {_span(time)} as they "
+        f"{len(requests):,} requests in {span(lasted)} are too few to tell chains apart: "
+        f"{needed:,} are needed at least. Record {more:,} more, for about {span(time)} as they "
         "come"
     )
     return Advice("record longer", why, more=(time, more))
@@ -77,7 +76,7 @@ def advise(tuned: Tuned, requests: Sequence[TraceRequest], block_tokens: int) ->
     least, worst = min(shares), max(shares)
     changed = (
         f"{name(best.chain)}: {budget.objective} comes to {change(found, budget.objective)}; "
-        f"between {_signed(least)} and {_signed(worst)} where rates are a quarter off"
+        f"between {least:+.0%} and {worst:+.0%} where rates are a quarter off"
     )
     keeps_more = best.score.excess < present.score.excess
     if beats(best.report, present.report, budget) and (worst <= -WORTH or keeps_more):
@@ -102,8 +101,8 @@ def _nothing_better(
         return Advice("stay", why, found)
     more = max(lasted, min(fills, default=0.0))
     why += (
-        f". But {_span(lasted)} fill none of the tiers, and the traffic has not settled "
-        f"({tuned.growth}): what comes back later is not in it. Record for another {_span(more)}"
+        f". But {span(lasted)} fill none of the tiers, and the traffic has not settled "
+        f"({tuned.growth}): what comes back later is not in it. Record for another {span(more)}"
     )
     return Advice("record longer", why, found, more=(more, round(len(requests) / lasted * more)))
 
@@ -116,18 +115,8 @@ def _off(
     block_tokens: int,
 ) -> Iterator[float]:
     """How the best chain compares with the present one for machines whose rates are off."""
-    workload = Workload.of(requests, block_tokens)
-    jobs = [(one.chain, 1.0, tuned.split.searched) for one in (best, present)]
-    for machine in _machines_off(tuned.budget.machine):
-        with Simulations(workload, machine) as simulations:
-            (_, ours), (_, theirs) = simulations.run(jobs)
-            budget = tuned.budget.model_copy(update={"machine": machine})
-            yield gap(ours, theirs, budget).share
-
-
-def _machines_off(machine: Machine) -> Iterator[Machine]:
+    workload, machine = Workload.of(requests, block_tokens), tuned.budget.machine
     for factor in (RATES_OFF, 1 / RATES_OFF):
-        yield machine.model_copy(update={"prefill_rate": machine.prefill_rate * factor})
         tiers = {
             key: tier.model_copy(
                 update={
@@ -138,20 +127,15 @@ def _machines_off(machine: Machine) -> Iterator[Machine]:
             )
             for key, tier in machine.tiers.items()
         }
-        yield machine.model_copy(update={"tiers": tiers})
+        for update in ({"prefill_rate": machine.prefill_rate * factor}, {"tiers": tiers}):
+            off = machine.model_copy(update=update)
+            budget = tuned.budget.model_copy(update={"machine": off})
+            ours, theirs = (
+                simulate(workload, block_tokens, one.chain, off, warm=tuned.split.searched)
+                for one in (best, present)
+            )
+            yield gap(ours, theirs, budget).share
 
 
 def _lasted(requests: Sequence[TraceRequest]) -> float:
     return max(1e-3, (requests[-1].timestamp - requests[0].timestamp) / 1000)
-
-
-def _span(value: float) -> str:
-    """Seconds as an operator reads them."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if value >= 2 * size:
-            return f"{value / size:.0f} {unit}"
-    return f"{math.ceil(value)} seconds"
-
-
-def _signed(share: float) -> str:
-    return f"{'-' if share < 0 else '+'}{percent(abs(share))}"

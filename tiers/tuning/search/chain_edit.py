@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -25,26 +24,36 @@ class CannotEdit(KVTiersError):
 def edited(text: str, present: ChainSpec, new: SimChain, budget: Budget) -> str:
     """Return the YAML of the present chain, changed to `new`, whose tiers that are not in `present`
     have the settings of the budget's media. Comments and all other keys stay. Raises CannotEdit."""
-    result, is_right = text, False
-    with suppress(ValueError, yaml.YAMLError):  # what an edit left may be no YAML
+    result = text
+    try:
         now = SimChain.of(present)
         for key in CHOSEN:
             if getattr(new, key) != getattr(now, key):
                 result = _set(result, (), key, str(getattr(new, key)).lower())
-        places = {tier.type: place for place, tier in enumerate(now.tiers)}
+        places: dict[str, Any] = {tier.type: place for place, tier in enumerate(now.tiers)}
         for tier in new.tiers:
             if (place := places.get(tier.type)) is not None:
                 size = size_key(type(present.tiers[place]))
                 for key, value in _differing(now.tiers[place], tier, size):
                     result = _set(result, ("tiers", place), key, value)
         if [tier.type for tier in new.tiers] != [tier.type for tier in now.tiers]:
-            result = _ordered(result, new, places, budget)
-        is_right = SimChain.of(parse_chain(result)) == new
-    if not is_right:
-        raise CannotEdit(
-            "the chain's file is written so that it can't be edited: change it by hand"
-        )
-    return result
+            added = {t.type: _added(t, budget) for t in new.tiers if t.type not in places}
+            result = _listed(result, "tiers", [{**places, **added}[t.type] for t in new.tiers])
+            # A ghost says how fast its tier loads if the chain lacks that, and only then.
+            names = {tier.name for tier in new.tiers}
+            kept = [
+                place
+                for place, ghost in enumerate(present.ghosts)
+                if (ghost.tier in names) == (ghost.load_rate is None)
+            ]
+            if len(kept) < len(present.ghosts):
+                result = _listed(result, "ghosts", kept)
+        if SimChain.of(parse_chain(result)) == new:
+            return result
+        why = "it is written so that no key can be changed alone"
+    except (ValueError, yaml.YAMLError) as error:  # what an edit left may be no YAML, or no chain
+        why = str(error)
+    raise CannotEdit(f"the chain's file can't be edited: {why}: change it by hand")
 
 
 def _differing(now: SimTier, new: SimTier, size: str | None) -> Iterator[tuple[str, str]]:
@@ -77,31 +86,33 @@ def _set(text: str, loc: tuple[int | str, ...], key: str, value: str) -> str:
     return f"{text[:at]}\n{' ' * first.start_mark.column}{key}: {value}{text[at:]}"
 
 
-def _ordered(text: str, new: SimChain, places: Mapping[str, int], budget: Budget) -> str:
-    """The text with the tiers of `new`, in its order."""
-    tiers = _value(yaml.compose(text, yaml.SafeLoader), "tiers")
-    assert isinstance(tiers, yaml.SequenceNode)
-    if tiers.flow_style:
-        spans = [(item.start_mark.index, item.end_mark.index) for item in tiers.value]
+def _listed(text: str, name: str, items: Sequence[int | Mapping[str, Any]]) -> str:
+    """The text with these items in a list: those that are there, by their places, and new ones. A
+    list that is left without any goes with its key."""
+    chain = yaml.compose(text, yaml.SafeLoader)
+    there = _value(chain, name)
+    assert isinstance(chain, yaml.MappingNode) and isinstance(there, yaml.SequenceNode)
+    if there.flow_style:
+        spans = [(item.start_mark.index, item.end_mark.index) for item in there.value]
         made = [
-            text[slice(*spans[places[tier.type]])]
-            if tier.type in places
-            else yaml.safe_dump(
-                _added(tier, budget), default_flow_style=True, width=1 << 20
-            ).strip()
-            for tier in new.tiers
+            text[slice(*spans[item])]
+            if isinstance(item, int)
+            else yaml.safe_dump(item, default_flow_style=True, width=1 << 20).strip()
+            for item in items
         ]
         return f"{text[: spans[0][0]]}{', '.join(made)}{text[spans[-1][1] :]}"
-    ends = [_line_end(text, _end(item)) for item in tiers.value]
-    starts = [text.rindex("\n", 0, tiers.value[0].start_mark.index), *ends[:-1]]
+    ends = [_line_end(text, _end(item)) for item in there.value]
+    if not items:
+        key = next(key for key, value in chain.value if value is there)
+        return f"{text[: key.start_mark.index]}{text[ends[-1] + 1 :]}"
+    starts = [text.rindex("\n", 0, there.value[0].start_mark.index), *ends[:-1]]
     column = re.match(r"\n *", text[starts[0] :])
     chunks = []
-    for tier in new.tiers:
-        if tier.type in places:
-            place = places[tier.type]
-            chunks.append(text[starts[place] : ends[place]])
+    for item in items:
+        if isinstance(item, int):
+            chunks.append(text[starts[item] : ends[item]])
         else:
-            lines = yaml.safe_dump([_added(tier, budget)], sort_keys=False).rstrip().split("\n")
+            lines = yaml.safe_dump([item], sort_keys=False).rstrip().split("\n")
             chunks += [f"{column[0] if column else ''}{line}" for line in lines]
     return f"{text[: starts[0]]}{''.join(chunks)}{text[ends[-1] :]}"
 

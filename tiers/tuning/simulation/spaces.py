@@ -118,9 +118,10 @@ SAMPLES, CANDIDATES = 5, 16
 """A server's `maxmemory-samples` by default, and how many it remembers of what it looked at."""
 
 
-class SampledSpace(LruSpace):
+class SampledSpace(AgedSpace):
     """Evicts as a Redis server does: of a few blocks, taken by chance, the one not used for
-    longest. Those of a prompt are as old as each other to it: the first go as soon as the last."""
+    longest. Those of a prompt are as old as each other to it: the first go as soon as the last. It
+    sees stores and loads alone: what comes from the engine or a tier above, it takes for unused."""
 
     def __init__(self, capacity: float, runs: int) -> None:
         super().__init__(capacity, runs)
@@ -130,7 +131,7 @@ class SampledSpace(LruSpace):
         self._blocks: list[Part] = []  # those that are held, and some that are no more
         self._oldest: list[tuple[int, Part]] = []
 
-    def touch(self, path: Sequence[int]) -> None:
+    def load(self, path: Sequence[int]) -> None:
         self._uses += 1
         for run in path:
             self._used_at[run] = self._uses
@@ -138,6 +139,7 @@ class SampledSpace(LruSpace):
     def store(self, job: Job) -> None:
         for run, new in job[0]:
             self._blocks += [(run, 1 << at) for at in range(new.bit_length()) if new >> at & 1]
+        SampledSpace.load(self, [run for run, _ in job[0]])
         super().store(job)
 
     def shrink(self) -> None:
@@ -179,12 +181,11 @@ class TimedSpace(SampledSpace):
         """When each run was renewed, the first one first."""
 
     def load(self, path: Sequence[int]) -> None:
-        super().touch(path)
+        super().load(path)
         for run in path:
             self._met[run] = self._now
 
     def touch(self, path: Sequence[int]) -> None:
-        super().touch(path)
         self._renew([run for run in path if self._now - self._met[run] > RECENT_SECONDS])
 
     def store(self, job: Job) -> None:
@@ -192,6 +193,7 @@ class TimedSpace(SampledSpace):
         self._renew([run for run, _ in job[0]])
 
     def _renew(self, runs: Sequence[int]) -> None:
+        SampledSpace.load(self, runs)
         for run in runs:
             self._met[run] = self._since[run] = self._now
             self._since.move_to_end(run)
