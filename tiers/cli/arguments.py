@@ -66,7 +66,6 @@ Conversations = Annotated[
     ),
 ]
 
-
 ControlFolder = Annotated[
     Path | None,
     typer.Option(
