@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import wait
 from multiprocessing.connection import Connection
 
 import pytest
 
-from tiers.concurrency.executors import IoExecutor, in_background
+from tiers.concurrency.executors import IoExecutor, in_background, spread
 
 ALLOWED = os.sched_getaffinity(0)
 
@@ -138,7 +139,7 @@ def submit():
         print("refused")
 
 atexit.register(submit)  # the last registered comes first: ours leave the threads before this
-from tiers.concurrency.executors import IoExecutor, in_background
+from tiers.concurrency.executors import IoExecutor, in_background, spread
 pool = IoExecutor(1, "test")
 """
 
@@ -148,3 +149,18 @@ def test_what_an_ending_process_submits_is_refused_and_not_waited_for() -> None:
         [sys.executable, "-c", _SUBMITS_LATE], capture_output=True, text=True, timeout=50
     )
     assert (ended.stdout, ended.stderr) == ("refused\n", "")
+
+
+def test_work_that_is_interrupted_ends_with_what_is_in_flight() -> None:
+    """As by Ctrl-C of a command that reads a tier."""
+    here, done = threading.current_thread(), list[int]()
+
+    def job(item: int) -> None:
+        if threading.current_thread() is here:
+            raise KeyboardInterrupt
+        time.sleep(0.01)
+        done.append(item)
+
+    with IoExecutor(3, "test") as threads, pytest.raises(KeyboardInterrupt):
+        spread(job, range(400), threads, 4)
+    assert len(done) < 200

@@ -202,8 +202,8 @@ MUTANTS = (
     EXECUTORS.but(
         "memory",
         "a read goes on after the call",
-        "    finally:\n        wait(futures)  # a process",
-        "    finally:\n        pass  # a process",
+        "        wait(futures)  # a process",
+        "        pass  # a process",
         equal="each result is waited for; a call is refused midway only where the process ends",
     ),
     SPEC.but(

@@ -68,7 +68,6 @@ Conversations = Annotated[
     ),
 ]
 
-
 ControlFolder = Annotated[
     Path | None,
     typer.Option(

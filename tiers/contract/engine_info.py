@@ -28,11 +28,9 @@ class KVGroup(NamedTuple):
 MOMENT = 0.2
 """Seconds that a start waits for late facts: tiers of small models are there from the beginning."""
 
-
 ALONE = "alone: "
 """The fact `weights` begins so where nobody else has the same, nor this engine once it is started
 again."""
-
 
 OF_BYTES = (
     "ParallelConfig.",

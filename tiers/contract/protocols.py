@@ -143,7 +143,6 @@ class Origin(NamedTuple):
 
 UNKNOWN = Origin()
 
-
 Describe = Callable[[Request, int, int, int], Origin]
 """Describes blocks of a request: the token where the first begins, tokens of each, and how many
 blocks. Called by the scheduler's thread, does no I/O."""

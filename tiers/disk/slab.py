@@ -57,7 +57,6 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
-
 Io = Literal["auto", "direct", "buffered"]
 Durability = Literal["none", "batch", "sync"]
 

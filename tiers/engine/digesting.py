@@ -23,7 +23,6 @@ THREADS = 4
 PIECE = 32 << 20
 """Bytes that are digested before a thread looks for media that are done sooner."""
 
-
 _SIZES = (
     "image_grid_thw video_grid_thw image_sizes video_image_sizes timestamps audio_num_tokens "
     "audio_feature_lengths second_per_grid_ts"

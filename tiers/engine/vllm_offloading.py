@@ -25,6 +25,7 @@ from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.load import load_chain
 from spec.offloading import STAGING, HostSpec, StoreSpec
+from tiers.connector.policy.request_params import MEASURING
 from tiers.engine.vllm_hosting import HostingEngine
 from tiers.engine.vllm_region import ENGINE, NamedRegion
 from tiers.engine.vllm_secondary_tier import KVTiersStore as KVTiersStore
@@ -114,14 +115,15 @@ class HostedManager(TieringOffloadingManager):  # type: ignore[misc]
         self._stale: set[str] = set()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext, **kwargs: Any) -> LookupResult:
-        if self._engine.is_outdated:
+        if self._engine.is_outdated or req_context.req_id.startswith(MEASURING):
             return LookupResult.MISS
         return super().lookup(key, req_context, **kwargs)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if self._engine.is_outdated or req_context.req_id in self._stale:
+        name = req_context.req_id
+        if self._engine.is_outdated or name in self._stale or name.startswith(MEASURING):
             keys = ()
         return super().prepare_store(keys, req_context)
 

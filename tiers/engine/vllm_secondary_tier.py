@@ -35,6 +35,7 @@ from spec.offloading import StoreContext, StoreSpec
 from spec.registry import make_tier
 from tiers.block import copy, digest
 from tiers.concurrency.executors import IoExecutor, close_result
+from tiers.connector.policy.request_params import MEASURING
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier import state_of
@@ -75,7 +76,6 @@ HOSTED_STATE = f"vllm:kvtiers_hosted_{STATE}"
 """Not the name of a chain's own: vLLM would register that twice, beside a KVTiersConnector."""
 _HAS_BYTES = "transfer_bytes" in {one.name for one in fields(JobResult)}
 """Whether this vLLM takes the bytes of a transfer, as 0.31 and later do."""
-
 
 Pairs = Sequence[tuple[bytes, int]]
 """Keys, and the row of each."""
@@ -303,7 +303,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
     # -- loading -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests[req_context.req_id] = TierLookups()
+        if not req_context.req_id.startswith(MEASURING):
+            self._requests[req_context.req_id] = TierLookups()
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -62,7 +62,6 @@ class SampledStack:
 PARTS = 8
 """Of the sample; the difference of their estimates shows the error of the whole."""
 
-
 FEW = 64
 """Keys that are worth a rest: they take a third of a millisecond."""
 COUNTED = 1 << 18

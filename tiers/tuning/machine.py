@@ -62,7 +62,6 @@ Seconds = Annotated[
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """In any currency, the same for all."""
 
-
 SIZE_KEYS = ("capacity", "maxmemory")
 """Keys of a tier's YAML that say how many bytes of blocks it has room for: its own, a server's."""
 

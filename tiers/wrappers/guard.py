@@ -62,7 +62,6 @@ from tiers.wrappers.reopening import Reopening
 
 logger = logging.getLogger(__name__)
 
-
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
 

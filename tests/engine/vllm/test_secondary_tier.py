@@ -248,6 +248,22 @@ def test_what_host_memory_has_evicted_comes_back(
     assert again.hits("b", [BLOCKS[0], BLOCKS[19], BLOCKS[1]]) == [BLOCKS[0], BLOCKS[1]]
 
 
+@pytest.mark.parametrize("by", ["ours", "vLLM's own"])
+def test_what_a_worker_of_dynamo_measures_itself_by_is_neither_stored_nor_loaded(
+    make: Callable[..., Engine], tmp_path: Path, by: str
+) -> None:
+    """Some of it nobody computed; its next start would find it."""
+    engine = make(disk(tmp_path))
+    if by != "ours":
+        engine.manager = cast(Any, super(type(engine.manager), engine.manager))
+    engine.store(BLOCKS[:4], "__bench_kv_seed_3_0")
+    engine.store(BLOCKS[4:8], "stores")
+    engine.settle()
+    again = make(disk(tmp_path))
+    assert again.hits("a", BLOCKS[:8]) == BLOCKS[4:8]
+    assert make(disk(tmp_path)).hits("__kvwarm_chain_0", BLOCKS[:8]) == []
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, verb: str) -> list[int]:
     """How many blocks each call of a disk's verb is about."""
     from tiers.disk.disk_store import DiskStore

@@ -106,9 +106,10 @@ def turn_in_place(llm: Any) -> None:
     llm.collective_rpc(turn)
 
 
-def change_under_a_request(llm: Any, asked: list[int], path: str, **more: bool) -> bool:
+def change_under_a_request(llm: Any, asked: list[int], path: str = "", **more: bool) -> bool:
     """Change the weights while a request runs, so that the reset that follows is refused; the
-    request then runs on to its end."""
+    request then runs on to its end. Without a `path` they stay as they are, and the reset may find
+    the request without blocks."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(max_tokens=40, temperature=0, detokenize=False, ignore_eos=True)
@@ -116,11 +117,12 @@ def change_under_a_request(llm: Any, asked: list[int], path: str, **more: bool) 
     engine.add_request("runs on", TokensPrompt(prompt_token_ids=asked), params)
     for _ in range(8):
         engine.step()
-    train_in_place(llm, path)
+    if path:
+        train_in_place(llm, path)
     was_reset = llm.reset_prefix_cache(**more)
     while engine.has_unfinished_requests():
         engine.step()
-    return not was_reset
+    return not (path and was_reset)
 
 
 def sleep_under_a_load(llm: Any, asked: list[int]) -> bool:

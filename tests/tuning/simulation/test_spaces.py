@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import tracemalloc
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import product
@@ -18,7 +20,7 @@ from tiers.remote.spec import RedisSpec
 from tiers.store import Block
 from tiers.tuning.simulation.sim_chain import SimTier
 from tiers.tuning.simulation.simulate import _space
-from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, leading
+from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, TimedSpace, leading
 
 SPACES = {"lru": LruSpace, "arc": ArcSpace}
 
@@ -141,3 +143,19 @@ def test_a_server_and_its_space_count_the_same_as_used(
         space.store(([(run, 1)], 1, [run]))
     kept = sum(space.held[:50])
     assert kept > 40 if used else kept < 20
+
+
+@pytest.mark.parametrize("capacity", [math.inf, 5000])
+def test_of_what_expired_a_simulated_redis_remembers_nothing(capacity: float) -> None:
+    """A day's trace may store a hundred times what is held at once."""
+    runs, blocks = 1000, 50
+    space = TimedSpace(capacity, runs, ttl=50.0)
+    tracemalloc.start()
+    for run in range(runs):
+        space.pass_time(float(run))
+        space.known[run] = (1 << blocks) - 1
+        space.store(([(run, space.known[run])], blocks, [run]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert space.used <= 52 * blocks
+    assert peak < 1 << 20, "bytes, as for the 2,600 blocks that are held"

@@ -51,11 +51,9 @@ def note_of(
 SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 97, 8), 128)
 """Numbers of ranks for which marks are looked up: a tier with marks lists nothing."""
 
-
 GENERATIONS = 16
 """Generations whose notes are kept. An engine drops the blocks of one that is over; if its weights
 change by the minute, it would else leave a note each time."""
-
 
 AGAIN_S = 600.0
 """Seconds after which a note in use is kept anew: a server's expires with its `ttl` or is evicted,

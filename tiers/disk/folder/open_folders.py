@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 Release = Callable[[OpenFolder], None]
 
-
 _Owned = tuple[OpenFolder, Owners, list[tuple[Slot, bytes]]]
 """A folder yet to be started, its owners before us, and the slots that dead ones reserved."""
 

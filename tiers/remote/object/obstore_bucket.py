@@ -87,7 +87,6 @@ _REFUSED = re.compile(r"status(?: code)?:? 40[13]\b|\(code: AccessDenied\)")
 """How a listing, and one delete of many, is refused."""
 _FULL = re.compile(r"status(?: code)?:? 507\b|<Code>(?:XMinioStorageFull|QuotaExceeded)</Code>")
 
-
 _BEGINNING = threading.Lock()
 _DESCRIPTORS = 16
 """More than obstore's threads begin with."""

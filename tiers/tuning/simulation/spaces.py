@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -114,6 +115,7 @@ class AgedSpace(LruSpace):
         """Count nothing as used."""
 
 
+LOW = (1 << 32) - 1
 SAMPLES, CANDIDATES = 5, 16
 """A server's `maxmemory-samples` by default, and how many it remembers of what it looked at."""
 
@@ -128,7 +130,8 @@ class SampledSpace(AgedSpace):
         self._chance = Random(0).random  # the same trace has the same report
         self._uses = 0
         self._used_at = [0] * runs
-        self._blocks: list[Part] = []  # those that are held, and some that are no more
+        # run << 32 | block: those that are held, and some that are no more.
+        self._blocks = array("Q")
         self._oldest: list[tuple[int, Part]] = []
 
     def load(self, path: Sequence[int]) -> None:
@@ -137,10 +140,14 @@ class SampledSpace(AgedSpace):
             self._used_at[run] = self._uses
 
     def store(self, job: Job) -> None:
-        for run, new in job[0]:
-            self._blocks += [(run, 1 << at) for at in range(new.bit_length()) if new >> at & 1]
+        blocks, held = self._blocks, self.held
+        for run, new in job[0] if self.capacity < math.inf else ():
+            blocks.extend(run << 32 | at for at in range(new.bit_length()) if new >> at & 1)
         SampledSpace.load(self, [run for run, _ in job[0]])
         super().store(job)
+        if len(blocks) > 2 * self.used:  # what expired is never a victim
+            here = (one for one in dict.fromkeys(blocks) if held[one >> 32] >> (one & LOW) & 1)
+            self._blocks = array("Q", here)
 
     def shrink(self) -> None:
         for _ in range(self.over()):
@@ -153,7 +160,8 @@ class SampledSpace(AgedSpace):
         blocks, oldest, held, used_at = self._blocks, self._oldest, self.held, self._used_at
         while True:
             for _ in range(SAMPLES):
-                run, block = blocks[at := int(self._chance() * len(blocks))]
+                one = blocks[at := int(self._chance() * len(blocks))]
+                run, block = one >> 32, 1 << (one & LOW)
                 if len(oldest) == CANDIDATES and used_at[run] >= oldest[-1][0]:
                     continue
                 if held[run] & block:
@@ -213,15 +221,14 @@ def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
     """The first `most` blocks of these parts, and the others."""
     taken: list[Part] = []
     room = max(0, math.floor(most))
-    for index, part in enumerate(parts):
-        run, blocks = part
+    for index, (run, blocks) in enumerate(parts):
         count = blocks.bit_count()
         if count > room:
             first = first_of(blocks, room)
             if room:
                 taken.append((run, first))
             return taken, [(run, blocks ^ first), *parts[index + 1 :]]
-        taken.append(part)
+        taken.append((run, blocks))
         room -= count
     return taken, []
 
