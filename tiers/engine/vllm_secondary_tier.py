@@ -18,14 +18,16 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -286,16 +288,16 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         means = f"As vllm:kvtiers_{STATE}, of a hosted tier. {STATE_MEANS}"
-        return {HOSTED_STATE: base.OffloadingGaugeMetadata(means, ("tier", "state"))}
+        return {HOSTED_STATE: OffloadingGaugeMetadata(means, ("tier", "state"))}
 
-    def get_stats(self) -> metrics.OffloadingConnectorStats | None:
+    def get_stats(self) -> OffloadingConnectorStats | None:
         """Report the state where it has changed."""
         state = "refused" if self._opening is not None and self._opening.done() else "opening"
         if self._store is not None:
             state = state_of([self._store.health]) if self._engine.serves else "down"
         if state == self._reported:
             return None
-        self._reported, stats = state, metrics.OffloadingConnectorStats()
+        self._reported, stats = state, OffloadingConnectorStats()
         for name in STATES:
             stats.set_gauge(HOSTED_STATE, float(name == state), (self._spec.tier_name, name))
         return stats
