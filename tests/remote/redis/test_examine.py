@@ -18,7 +18,7 @@ from tiers.remote import trial
 from tiers.remote.spec import RedisSpec
 
 SECRET = "hunter2-hunter2"
-ACL = ("~kvtiers:*", "+get", "+set", "+exists", "+pexpire", "+unlink")
+ACL = ("~kvtiers:*", "+get", "+set", "+exists", "+touch", "+pexpire", "+unlink")
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,9 @@ def test_the_least_that_a_user_may_do(valkey: RedisServer, password: dict[str, s
     assert "INFO is refused (" in found["can't tell"][0]
     client.execute_command("ACL", "SETUSER", "engine", "-pexpire")
     assert "error" not in by_gravity(valkey.url, **settings)  # without a ttl none is renewed
+    client.execute_command("ACL", "SETUSER", "engine", "-touch")
+    found = by_gravity(valkey.url, **settings)
+    assert "error" not in found and "TOUCH is refused" in found["warning"][0]
     for missing in ("get", "set", "exists", "unlink", "pexpire"):
         user = ("ACL", "SETUSER", "engine", "reset", "on", f">{SECRET}", *ACL, f"-{missing}")
         client.execute_command(*user)

@@ -9,6 +9,7 @@ import time
 import traceback
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from spec.offloading import StoreContext
 from tests.support.fronts import Front
 from tests.support.redis_verbs import PAYLOAD, is_up, opened
 from tests.support.servers import RedisServer, binaries
+from tests.support.topologies import cluster
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.remote.redis.pools import REPLY_BYTES
 from tiers.remote.redis.redis_store import RedisStore
@@ -26,7 +28,7 @@ from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
 
 SECRET = "s3same-0pen"
-NEEDED = ("~kvtiers:*", "+get", "+set", "+exists", "+pexpire", "+unlink")
+NEEDED = ("~kvtiers:*", "+get", "+set", "+exists", "+touch", "+pexpire", "+unlink")
 """All that the tier may be allowed to do."""
 
 
@@ -87,6 +89,30 @@ def test_a_user_who_may_not_store_is_told(
         assert store.has([make_key()]) == [False]
         with pytest.raises(TierUnavailable, match=r"(?i)no permissions.*'set'"):
             store.put(Memory([make_key()], PAYLOAD).fill().blocks)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("masters", [1, 3])
+def test_a_user_who_may_not_say_that_blocks_are_used_stores_them_all_the_same(
+    masters: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        if masters == 1:
+            nodes = [stack.enter_context(RedisServer(binaries()["valkey"]))]
+            url = nodes[0].url
+        else:
+            nodes = stack.enter_context(cluster(masters))
+            url = f"redis+cluster://127.0.0.1:{nodes[0].port}"
+        for node in nodes:
+            client: Any = node.client()
+            client.execute_command("ACL", "SETUSER", "default", "-touch")
+        store = stack.enter_context(opened(url))
+        memory = Memory([make_key() for _ in range(50)], PAYLOAD).fill()
+        for before in range(3):
+            more = Memory([make_key()], PAYLOAD).fill()
+            assert store.put([*memory.blocks, *more.blocks]) == [True] * 51
+            assert store.counts().renewed == 50 * before
+    assert caplog.text.count("may not TOUCH") == 1
 
 
 @pytest.mark.parametrize("fault", ["wrong password", "no such user", "dead server", "no redis"])

@@ -236,7 +236,7 @@ def _try_out(
 
 def _refusal(tier: ExaminedTier, why: str) -> DoctorFinding:
     extra = " +cluster|slots" * tier.url.is_cluster + " +select" * bool(tier.url.db)
-    commands = f"+get +set +exists +pexpire +unlink{extra}"
+    commands = f"+get +set +exists +touch +pexpire +unlink{extra}"
     rights = f"ACL SETUSER {tier.user} ~{tier.key_prefix}:* {commands}"
     words = {
         "NOPERM": rights,
@@ -260,6 +260,9 @@ def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFindin
             store.drop(keys)
         store.close()
     yield DoctorFinding("fine", f"a look-up takes {took}")
+    if not store.may_touch:
+        found = "TOUCH is refused: once full, it evicts what faster tiers serve first"
+        yield DoctorFinding("warning", found, "let the user +touch", "nothing")
     if not all(stored):
         yield DoctorFinding(
             "error" if not any(stored) else "warning",

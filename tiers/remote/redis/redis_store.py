@@ -132,6 +132,8 @@ class RedisStore(RedisNames):
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, self._place, "values of another version were met")
         self._full = ""
+        self.may_touch = True
+        """Whether the server was not seen to refuse TOUCH."""
         self._refusals = RepeatedLog(logger, self._place, "stores were refused for want of memory")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -142,7 +144,7 @@ class RedisStore(RedisNames):
         deadline, ttl = self._limit_of(blocks), self._ttl_ms
         names = self._names(block.key for block in blocks)
         if ttl is None:
-            held = self._ask(names, "reads", deadline, b"EXISTS")
+            held = self._use(names, deadline)
         else:
             held = self._ask(names, "writes", deadline, b"PEXPIRE", ttl)
         self._renewed.count("value", sum(held))
@@ -169,6 +171,18 @@ class RedisStore(RedisNames):
         if any(full):
             self._refusals.log("%s: %s", self._place, self._full)
         return held
+
+    def _use(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        """Which of these the server has, which count as used by that: else a full one would evict
+        first what engines have from themselves or from a faster tier. Where that is forbidden, as
+        to users of before, they are asked for alone."""
+        if self.may_touch:
+            held = self._ask(names, "reads", deadline, b"TOUCH")
+            if self.may_touch:
+                return held
+            line = "%s: its user may not TOUCH: once full, it evicts what faster tiers serve first"
+            logger.warning(line, self._place)
+        return self._ask(names, "reads", deadline, b"EXISTS")
 
     def warning(self) -> str:
         return self._full
@@ -278,7 +292,7 @@ class RedisStore(RedisNames):
             stream.send([commands])
             done = 0
             while done < len(positions):
-                some = _answers(stream, len(positions) - done if done else 1)
+                some = self._answers(stream, len(positions) - done if done else 1)
                 if not done:
                     self._window.answered(time.monotonic() - began)
                 if is_all:
@@ -291,12 +305,13 @@ class RedisStore(RedisNames):
         self._dispatch(names, kind, operation, deadline)
         return answers
 
-
-def _answers(stream: Stream, most: int) -> list[bool]:
-    """Read up to `most` answers, one at least."""
-    try:
-        return read_flags(stream, most)
-    except ServerError as error:
-        if error.code != "ASK":  # a name that left a slot which is moving counts as absent
-            raise
-        return [False]
+    def _answers(self, stream: Stream, most: int) -> list[bool]:
+        """Read up to `most` answers, one at least."""
+        try:
+            return read_flags(stream, most)
+        except ServerError as error:
+            if error.code in ("NOPERM", "ERR") and "touch" in str(error).lower():
+                self.may_touch = False
+            elif error.code != "ASK":  # a name that left a slot which is moving counts as absent
+                raise
+            return [False]

@@ -120,14 +120,17 @@ SAMPLES, CANDIDATES = 5, 16
 """A server's `maxmemory-samples` by default, and how many it remembers of what it looked at."""
 
 
-class SampledSpace(AgedSpace):
+class SampledSpace(LruSpace):
     """Evicts as a Redis server does: of a few blocks, taken by chance, the one not used for
-    longest. Those of a prompt are as old as each other to it: the first go as soon as the last. It
-    sees stores and loads alone: what comes from the engine or a tier above, it takes for unused."""
+    longest. Those of a prompt are as old as each other to it: the first go as soon as the last.
+    Used is what was stored, loaded, or offered by who had not just met it: a chain offers nothing
+    to a store that it has loaded from there within a minute."""
 
     def __init__(self, capacity: float, runs: int) -> None:
         super().__init__(capacity, runs)
         self._chance = Random(0).random  # the same trace has the same report
+        self._now = 0.0
+        self._met = [-math.inf] * runs
         self._uses = 0
         self._used_at = [0] * runs
         # run << 32 | block: those that are held, and some that are no more.
@@ -138,16 +141,26 @@ class SampledSpace(AgedSpace):
         self._uses += 1
         for run in path:
             self._used_at[run] = self._uses
+            self._met[run] = self._now
+
+    def touch(self, path: Sequence[int]) -> None:
+        self._offer([run for run in path if self._now - self._met[run] > RECENT_SECONDS])
+
+    def _offer(self, runs: Sequence[int]) -> None:
+        SampledSpace.load(self, runs)
 
     def store(self, job: Job) -> None:
         blocks, held = self._blocks, self.held
         for run, new in job[0] if self.capacity < math.inf else ():
             blocks.extend(run << 32 | at for at in range(new.bit_length()) if new >> at & 1)
-        SampledSpace.load(self, [run for run, _ in job[0]])
+        self._offer([run for run, _ in job[0]])
         super().store(job)
         if len(blocks) > 2 * self.used:  # what expired is never a victim
             here = (one for one in dict.fromkeys(blocks) if held[one >> 32] >> (one & LOW) & 1)
             self._blocks = array("Q", here)
+
+    def pass_time(self, now: float) -> None:
+        self._now = now
 
     def shrink(self) -> None:
         for _ in range(self.over()):
@@ -177,33 +190,18 @@ class SampledSpace(AgedSpace):
 
 
 class TimedSpace(SampledSpace):
-    """Keeps a run for `ttl` seconds after it was stored, or offered by who had not just met it: a
-    chain offers nothing to a store that it has loaded from there within a minute."""
+    """Keeps a run for `ttl` seconds after it was stored or offered."""
 
     def __init__(self, capacity: float, runs: int, ttl: float) -> None:
         super().__init__(capacity, runs)
         self._ttl = ttl
-        self._now = 0.0
-        self._met = [-math.inf] * runs
         self._since: OrderedDict[int, float] = OrderedDict()
         """When each run was renewed, the first one first."""
 
-    def load(self, path: Sequence[int]) -> None:
-        super().load(path)
-        for run in path:
-            self._met[run] = self._now
-
-    def touch(self, path: Sequence[int]) -> None:
-        self._renew([run for run in path if self._now - self._met[run] > RECENT_SECONDS])
-
-    def store(self, job: Job) -> None:
-        super().store(job)
-        self._renew([run for run, _ in job[0]])
-
-    def _renew(self, runs: Sequence[int]) -> None:
-        SampledSpace.load(self, runs)
+    def _offer(self, runs: Sequence[int]) -> None:
+        super()._offer(runs)
         for run in runs:
-            self._met[run] = self._since[run] = self._now
+            self._since[run] = self._now
             self._since.move_to_end(run)
 
     def pass_time(self, now: float) -> None:
