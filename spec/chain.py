@@ -413,7 +413,7 @@ class ChainSpec(BaseModel, frozen=True, extra="forbid"):
                 place = getattr(tier, field)
                 if isinstance(place, Path) and place in above:
                     inside = f"it is in the folder of tiers[{index}].{field}, which is that tier's "
-                    remedy = f"{inside}alone; write another, like {place}-{info.field_name}"
+                    remedy = f"{inside}alone; write another, as one beside that"
                     problem = _problem((key,), remedy, str(folder))
                     raise ValidationError.from_exception_data("written", [problem])
         return written

@@ -49,7 +49,7 @@ BROKEN = [
     Broken("bad name", tier("{type: cpu, capacity: 1GiB, name: my tier}"), 4, "tiers[1].name", "'my tier'", "use what matches"),
     Broken("name that is a number", tier("{type: cpu, capacity: 1GiB, name: 7}"), 4, "tiers[1].name", "7", "in quotes"),
     Broken("one path twice", tier("{type: disk, capacity: 1GiB, path: /a}\n  - {type: disk, capacity: 1GiB, path: /a}"), 5, "tiers[2].path", "'/a'", "tiers[1] keeps its blocks in the same place; write another path"),
-    Broken("a recording in a tier's folder", tier("{type: disk, capacity: 1GiB, path: /a}\nrecord: {path: /a/trace}"), 5, "record.path", "'/a/trace'", "it is in the folder of tiers[1].path, which is that tier's alone; write another, like /a-record"),
+    Broken("a recording in a tier's folder", tier("{type: disk, capacity: 1GiB, path: /a}\nrecord: {path: /a/trace}"), 5, "record.path", "'/a/trace'", "it is in the folder of tiers[1].path, which is that tier's alone; write another, as one beside that"),
     Broken("sockets in a tier's folder", tier("{type: shared, path: /a}\ncontrol: {folder: /a}"), 5, "control.folder", "'/a'", "it is in the folder of tiers[1].path"),
     Broken("announcements in a tier's folder", tier("{type: disk, capacity: 1GiB, path: /a}\nevents: {folder: /a/b/../c}"), 5, "events.folder", "'/a/b/../c'", "it is in the folder of tiers[1].path"),
     Broken("unknown type", tier("{type: dsk, capacity: 1GiB, path: /a}"), 4, "tiers[1].type", "'dsk'", "did you mean disk?"),
