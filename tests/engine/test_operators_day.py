@@ -33,9 +33,13 @@ from spec.offloading import StoreContext
 from tiers.disk.spec import DiskSpec
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
 site = StoreContext(int(sys.argv[2]))
-DiskSpec(path=Path(sys.argv[1]), capacity=160 << 10).open(site).close()
+store = DiskSpec(path=Path(sys.argv[1]), capacity=160 << 10).open(site)
+print("open", flush=True)
+sys.stdin.read()
+store.close()
 """
-"""Another engine's disk tier on the folder, with less capacity, as a program."""
+"""Another engine's disk tier on the folder, with less capacity, as a program that stays until its
+input ends."""
 PATIENCE = 30.0
 """Seconds after which what does not come is missing: protection from hanging."""
 
@@ -231,22 +235,22 @@ def test_a_smaller_capacity_that_another_engine_says(
     folder = tmp_path / "disk"
     made = engine(chain_of(disk(folder, "4MiB")))
     serve(made, count=60)
-    other = subprocess.run(
-        [sys.executable, "-c", OTHER, str(folder), str(MODEL.payload_bytes)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert other.returncode == 0, other.stderr
-    (said,) = other.stdout.splitlines()
-    assert "capacity 160KiB replaces the 4MiB of another engine" in said
-    until(lambda: state(made, "disk") == "degraded")
-    # By another thread than the one that says the state, once a second.
-    until(lambda: not made.step() and measured(made, "capacity_bytes", "disk") == 160 << 10)
-    until(lambda: not made.step() and measured(made, "used_bytes", "disk") <= 160 << 10)
-    until(lambda: bool(trouble(caplog)))
-    (line,) = trouble(caplog)
-    assert "another engine on its folder has set capacity 160KiB" in line and "4MiB" in line
+    command = [sys.executable, "-c", OTHER, str(folder), str(MODEL.payload_bytes)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        said, opened = (other.stdout.readline() for _ in range(2))
+        assert "capacity 160KiB replaces the 4MiB of another engine" in said and opened == "open\n"
+        until(lambda: state(made, "disk") == "degraded")
+        # By another thread than the one that says the state, once a second.
+        until(lambda: not made.step() and measured(made, "capacity_bytes", "disk") == 160 << 10)
+        until(lambda: not made.step() and measured(made, "used_bytes", "disk") <= 160 << 10)
+        until(lambda: bool(trouble(caplog)))
+        (line,) = trouble(caplog)
+        assert "another engine on its folder has set capacity 160KiB" in line and "4MiB" in line
+        other.stdin.close()
+    until(lambda: not made.step() and measured(made, "capacity_bytes", "disk") == 4 << 20)
+    until(lambda: state(made, "disk") == "open")
 
 
 @pytest.mark.fault

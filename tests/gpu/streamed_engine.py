@@ -252,6 +252,8 @@ class StreamedEngine(ReplayEngine):
             for wave in ring._waves:
                 wave.rows.fill_(0xEE)
         self.scheduler.pool.forget_all()
+        assert self.connector is not None
+        self.connector._requests.cache_emptied()  # engines reset their own cache before
         if self.tells_of_sleep:
             connector.restore_kv_caches()
 

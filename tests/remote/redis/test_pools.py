@@ -91,7 +91,6 @@ def test_a_user_who_may_not_store_is_told(
             store.put(Memory([make_key()], PAYLOAD).fill().blocks)
 
 
-@pytest.mark.fault
 @pytest.mark.parametrize("masters", [1, 3])
 def test_a_user_who_may_not_say_that_blocks_are_used_stores_them_all_the_same(
     masters: int, caplog: pytest.LogCaptureFixture
