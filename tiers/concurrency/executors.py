@@ -150,7 +150,8 @@ def spread(
 ) -> list[T]:
     """Run `job` on each item, on `count` threads at most, of which this is one; the results in
     order. Raises what a job raises, once none runs any more, and RuntimeError as `submit`."""
-    # Of a share for each, all would wait for the one that took longest: warm loads gained 6%.
+    # Each thread takes the next item when it is ready: with a share for each, all would wait
+    # for the one that took longest. Warm loads gained 6%, direct stores from -1 to 11%.
     left = deque(enumerate(items))
     results: dict[int, T] = {}
 

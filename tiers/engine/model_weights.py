@@ -22,7 +22,8 @@ SAMPLE_WORDS = 32
 """Words of each parameter in a sample. A step of training at 1e-6 changes one in a hundred weights
 of bfloat16: of a model with 300 parameters a look misses that once in e^96 times."""
 LOOK_PARAMETERS = 400
-"""Parameters of a look; of a model that has more, others are looked at in the next look."""
+"""Parameters of a look; of a model that has more some are looked at in one look and some in the
+next."""
 WEIGHT_CHANGERS = (
     "load_model",
     "reload_weights",
@@ -228,7 +229,8 @@ class Reading:
         return self._done is None or bool(self._done.query())
 
     def words(self) -> bytes:
-        """The words, as asked for; waits for the device. Raises RuntimeError, if that failed."""
+        """The words, in the order asked for; waits for the device. Raises RuntimeError, of a device
+        that failed."""
         if self._done is not None:
             with torch.cuda.device(self._device):  # else a thread makes a context on the first one
                 self._done.synchronize()

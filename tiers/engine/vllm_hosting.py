@@ -85,7 +85,8 @@ class _LoadingRequest:
 
 
 class HostingEngine:
-    """The engine whose scheduler makes an offloading spec's manager. Used by that one's thread."""
+    """The engine whose scheduler is making an offloading spec's manager. Used by the scheduler's
+    thread."""
 
     def __init__(self, spec: OffloadingSpec, salt: str, trust_client_ids: bool) -> None:
         """Raises ValueError for an engine whose KV can't be identified."""

@@ -346,7 +346,8 @@ class RequestTable:
         self.step.scheduled.append(run)
 
     def _not_computed(self, request_state: RequestState, before: int) -> tuple[range, ...]:
-        """The leading blocks of a request that begins with `before` tokens, without loaded ones."""
+        """The leading blocks of a request that begins with `before` tokens, but those that tiers
+        have loaded."""
         # Of a prompt that was loaded whole the engine computes the last token once more.
         stop = (before + 1) // self.engine.block_tokens
         loads = request_state.load_range

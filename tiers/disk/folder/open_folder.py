@@ -197,10 +197,13 @@ class OpenFolder:
             return
         free = found.f_bavail * found.f_frsize
         if (self.index.usage().capacity or 0) < self.capacity:
-            # Under the lock: who has joined, and may set one, is seen.
-            with self._files.locked(), self.edit() as edit:
-                if edit.setter not in (None, *scan_owners(self._files.owners, one_host=True).alive):
-                    edit.set_capacity(self.capacity)  # who set another has ended
+            with self.index.begin() as txn:
+                has_ended = self._has_setter_ended(Edit(txn, self.index.tables, b""))
+            if has_ended:
+                # Under the lock: who has joined meanwhile, and may set one, is seen.
+                with self._files.locked(), self.edit() as edit:
+                    if self._has_setter_ended(edit):
+                        edit.set_capacity(self.capacity)
         usage = self.index.usage()
         of = usage.capacity, self.capacity
         short = slot_allocator.shortage(usage, self.capacity, free)
@@ -210,6 +213,10 @@ class OpenFolder:
             self.short = self._shortage.get(of, "")
         except TierUnusable as error:
             self.short = str(error)
+
+    def _has_setter_ended(self, edit: Edit) -> bool:
+        """Whether the process that set the capacity uses the folder no more."""
+        return edit.setter not in (None, *scan_owners(self._files.owners, one_host=True).alive)
 
     def _lose(self, why: str) -> bool:
         """Let no verb use the files any more; whether this is the first to find that. The last verb
