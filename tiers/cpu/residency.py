@@ -31,6 +31,7 @@ class SlotQueues:
         self._after.extend(range(num_slots, num_slots + queues))
         self._before = self._after[:]
         self._lengths = [0] * (queues + 1)
+        self._count = 0
 
     def append(self, slot: int, queue: int) -> None:
         self._put(slot, queue, self._ends + queue)
@@ -45,12 +46,14 @@ class SlotQueues:
         self._before[slot], self._after[slot] = before, after
         self.where[slot] = queue
         self._lengths[queue] += 1
+        self._count += 1
 
     def remove(self, slot: int) -> None:
         before, after = self._before[slot], self._after[slot]
         self._after[before], self._before[after] = after, before
         self._lengths[self.where[slot]] -= 1
         self.where[slot] = NOWHERE
+        self._count -= 1
 
     def move(self, slot: int, queue: int) -> None:
         self.remove(slot)
@@ -120,7 +123,7 @@ class SlotQueues:
         return compress(range(len(self.where)), self.where)
 
     def __len__(self) -> int:
-        return sum(self._lengths)
+        return self._count
 
 
 class SlotResidency:
@@ -188,29 +191,32 @@ class SlotResidency:
 
     def find(self, key: bytes) -> int | None:
         """The slot of a block that is kept, or None. Not a use."""
-        return self.find_all([key])[0]
+        slot = self._pool.find(key)
+        return slot if slot is not None and self._queues.where[slot] else None
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         where = self._queues.where
         slots = self._pool.find_all(keys)
         return [slot if slot is not None and where[slot] else None for slot in slots]
 
-    def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
+    def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> bool:
         """Keep the block in `slot`, unless it is kept already, or the slot holds another key, or
-        the tier is full and its next victim is `predecessor` or all its blocks are in use.
+        the tier is full and its next victim is `predecessor` or all its blocks are in use. Whether
+        a block of that key is kept now.
 
         `predecessor`: the slot of the nearest block before it in its prefix that is kept, which
         must stay longer.
         """
         if self._queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
-            return
+            return self.find(key) is not None
         if len(self._queues) >= self._max_slots:
             victim = self._victim()
             if victim is None or victim == predecessor:
-                return
+                return False
             self._evict(victim)
         self._pool.retain(slot)
         self._enter(key, slot, predecessor)
+        return True
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
         """Count these blocks as used now, the first as the most recent; return their slots."""
@@ -278,7 +284,9 @@ class SlotResidency:
 
     def _victim(self) -> int | None:
         queues = self._queues
-        for _ in range(min(self.SCAN, len(queues) - queues.length(self._skipped))):
+        for _ in range(self.SCAN):
+            if queues.length(self._skipped) == len(queues):
+                break
             if queues.length(self._overdue):
                 slot = queues.first(self._overdue)
             else:

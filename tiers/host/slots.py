@@ -130,6 +130,10 @@ class SlotPool:
     def key(self, slot: int) -> bytes | None:
         return self._keys.get(slot)
 
+    def find(self, key: bytes) -> int | None:
+        """The slot of this key, resident or being gathered, or None."""
+        return self._slots.get(key)
+
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         """The slot of each of these keys, resident or being gathered, or None."""
         return list(map(self._slots.get, keys))
@@ -141,14 +145,15 @@ class SlotPool:
 
     def release(self, slot: int) -> None:
         """Give one reference back; the last one frees the slot."""
-        assert self._refs[slot] > 0, f"slot {slot} is free"
-        self._refs[slot] -= 1
-        if self._refs[slot] == 0:
+        left = self._refs[slot] - 1
+        assert left >= 0, f"slot {slot} is free"
+        self._refs[slot] = left
+        if left == 0:
             self.forget(slot)
             self.in_use -= 1
             if slot < self.end:
                 self._free.append(slot)
-        elif self._refs[slot] == 1:
+        elif left == 1:
             for idle in self._idle:
                 idle(slot)
 

@@ -97,11 +97,11 @@ class HostManager(TierManager):
         return None
 
     def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
+        residency = self._residency
         if stored:
-            self._residency.admit(
-                key, slot, None if before is None else self._residency.find(before)
-            )
-        held = self._residency.find(key) is not None
+            held = residency.admit(key, slot, None if before is None else residency.find(before))
+        else:
+            held = residency.find(key) is not None
         self._changes.note(key, held)
         return held
 
