@@ -40,10 +40,9 @@ class StoredRecord(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What reading a record showed. `gone`: it was evicted or dropped since it was listed. `plain`:
-    it is not encrypted, and what is should be."""
+    """What reading a record showed. `gone`: it was evicted or dropped since it was listed."""
 
-    state: Literal["whole", "gone", "damaged", "plain"]
+    state: Literal["whole", "gone", "damaged"]
     why: str = ""
 
 
