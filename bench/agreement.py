@@ -24,7 +24,7 @@ from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.simulate import simulate
 
 CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}

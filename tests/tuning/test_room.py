@@ -13,7 +13,7 @@ from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.report import TRUSTED_ROOM_WAIT, Report
-from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.simulate import simulate
 
 NEW = count(1 << 20)
 
