@@ -193,8 +193,7 @@ def gc(
     """
     from spec.fields import parse_duration
     from spec.load import load_chain
-    from tiers.data.inspection import find_garbage, inspect_tier, remove_garbage
-    from tiers.wrappers.journals import forget
+    from tiers.data.inspection import find_garbage, forget, inspect_tier, remove_garbage
 
     age = None if unused is None else parsed("--unused", unused, parse_duration)
     spaces = [_space(text) for text in namespace or ()]

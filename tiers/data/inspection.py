@@ -11,6 +11,7 @@ from typing import Literal
 from tiers.block import KV_REVISION
 from tiers.data.verification import Progress
 from tiers.records import NamespaceNote, StoredRecord, StoredRecords, read_note
+from tiers.wrappers.journals import forget as forget
 
 Standing = Literal["usable", "unusable", "can't tell"]
 
