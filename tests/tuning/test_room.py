@@ -130,7 +130,7 @@ def test_a_report_tells_where_prompts_wait_for_room(blocks: int) -> None:
     )
     for serve in (replay, simulate):
         report = serve(requests, SIZE, chain(disk(4000)), on, warm=0.25)
-        assert report.load < 0.65
+        assert not any("are busy for" in text for text in report.warnings)
         if blocks > 600:
             assert not report.warnings and not report.room_wait
             free = on.model_copy(update={"decode_seconds_per_token": 0.0})

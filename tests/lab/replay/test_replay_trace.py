@@ -67,7 +67,7 @@ def test_simulation_and_replay_agree(policy: str, when: str) -> None:
     tiers = chain(cpu(90), disk(400), given(), load_policy=policy, load_when=when)
     real = run(tiers, requests)
     simulated = simulate(requests, SIZE, tiers, machine())
-    assert real.load < 0.65
+    assert not any("are busy for" in text for text in real.warnings)
     assert 0 < simulated.pause == pytest.approx(real.pause, rel=0.01)
     one_percent = real.prompt_tokens / 100
     assert simulated.engine_hit_tokens == pytest.approx(real.engine_hit_tokens, abs=one_percent)
