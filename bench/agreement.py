@@ -24,7 +24,7 @@ from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.simulate import simulate
 
 CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}
@@ -87,7 +87,8 @@ def compare(
 
 
 def row(world: str, policy: str, said: Report, done: Report) -> dict[str, Any]:
-    """What both say. `worst`: the largest difference of hit tokens, of all prompt tokens."""
+    """What both say. `load`: the highest of GPU load and link use. `worst`: the largest difference
+    of hit tokens, of all prompt tokens."""
     names = [use.name for use in done.tiers]
     hits = {name: (said.hit_tokens[name], done.hit_tokens[name]) for name in names}
     hits = {"own": (said.engine_hit_tokens, done.engine_hit_tokens)} | hits
@@ -95,7 +96,7 @@ def row(world: str, policy: str, said: Report, done: Report) -> dict[str, Any]:
     return {
         "world": world,
         "policy": policy,
-        "load": done.load,
+        "load": max([done.gpu_load, *(max(t.load_busy, t.store_busy) for t in done.tiers)]),
         "gpu_load": done.gpu_load,
         "prompt_tokens": done.prompt_tokens,
         "hits": hits,

@@ -189,7 +189,7 @@ class _Engine:
         return lambda: True
 
     def note(self, payload_bytes: int) -> NamespaceNote:
-        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, 1, False, False, 0.0)
+        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, 1, False, False, 0.0, 1)
 
     def end_step(self) -> None: ...
 

@@ -25,7 +25,9 @@ from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import SimChain, Workload, simulate
+from tiers.tuning.simulation.sim_chain import SimChain
+from tiers.tuning.simulation.simulate import simulate
+from tiers.tuning.simulation.workload import Workload
 
 GB = 10**9
 TIERS: dict[str, dict[str, Any]] = {

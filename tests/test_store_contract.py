@@ -28,9 +28,9 @@ from tiers.remote.shared_spec import SharedSpec
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
+from tiers.testing.harness import Medium
 from tiers.testing.memory_tests import check_left, counted
 from tiers.testing.template.kit import TestTemplate  # noqa: F401 - pytest runs it
-from tiers.testing.trial import Medium, find_lie
 from tiers.wrappers import put_process
 from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
@@ -630,8 +630,18 @@ def test_the_kit_finds_a_store_that_says_it_verifies() -> None:
 
 def test_a_store_that_looks_at_all_is_let_through() -> None:
     store = Checked()
-    assert find_lie(store, Blocks(store.blocks), 4096) is None
-    assert store.blocks == {}, "nothing is left of the trial"
+
+    class Checks(StoreContract):
+        verifies = True
+
+        def open_store(self, payload_bytes: int) -> TierStore:
+            return store
+
+        def medium(self, store: TierStore) -> Medium:
+            assert isinstance(store, MemoryStore)
+            return Blocks(store.blocks)
+
+    Checks().test_no_damage_is_served()
 
 
 @pytest.mark.parametrize(("spec", "kit"), [(True, False), (True, None), (False, True)])

@@ -35,7 +35,7 @@ from tiers.remote.redis.stream import PIECE_BYTES
 from tiers.remote.spec import RedisSpec
 from tiers.store import TierStore
 from tiers.testing import Memory, make_key
-from tiers.testing.trial import Medium
+from tiers.testing.harness import Medium
 from tiers.wrappers import reopening
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded

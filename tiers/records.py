@@ -40,10 +40,9 @@ class StoredRecord(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What reading a record showed. `gone`: it was evicted or dropped since it was listed. `plain`:
-    it is not encrypted, and what is should be."""
+    """What reading a record showed. `gone`: it was evicted or dropped since it was listed."""
 
-    state: Literal["whole", "gone", "damaged", "plain"]
+    state: Literal["whole", "gone", "damaged"]
     why: str = ""
 
 
@@ -113,7 +112,7 @@ class NamespaceNote:
     block. `lasts`: whether an engine after this one can have the namespace; those of a generation
     and of weights that can't be identified end with their engine. `opened`: when an engine last
     began to store or load here, in seconds since the epoch. `revision`: the `KV_REVISION` of which
-    the namespace is; None: of a kvtiers that noted none.
+    the namespace is.
     """
 
     model: str
@@ -126,7 +125,7 @@ class NamespaceNote:
     salted: bool
     lasts: bool
     opened: float
-    revision: int | None = None
+    revision: int
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()

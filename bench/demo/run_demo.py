@@ -55,7 +55,7 @@ class EngineFailed(KVTiersError):
 
 def embedded_chain(folder: Path, stack: contextlib.ExitStack) -> Path:
     """The demo's own chain, written into `folder`, with a server beside it, which ends with the
-    stack. Raises NoServer."""
+    stack. Raises NoPlace."""
     stack.callback(Server(folder).kill)
     return default_chain(folder, f"unix://{folder / SOCKET}")
 

@@ -102,16 +102,20 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     assert "ownership false), control (name engine), salt ***" in out
 
 
-def test_validate_draws_a_table_on_a_terminal_and_nowhere_else(chain: Any) -> None:
+def test_validate_folds_settings_on_a_terminal_and_nowhere_else(chain: Any) -> None:
     command = [KVTIERS, "validate", str(chain(README))]
     plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert plain.isascii() and "\x1b" not in plain
     ours, theirs = pty.openpty()
-    subprocess.run(command, stdout=theirs, check=True, env={**os.environ, "TERM": "xterm"})
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    subprocess.run(command, stdout=theirs, check=True, env=environment)
     os.close(theirs)
     drawn = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert "┃" in drawn and "redis://cache.internal:6379/0" in drawn
+    head, *rows = drawn.splitlines()
+    assert max(map(len, rows[:-1])) <= 80 < max(map(len, plain.splitlines()))
+    settings = " ".join(row[head.index("settings") :].strip() for row in rows)
+    assert "url redis://cache.internal:6379/0" in settings
 
 
 @pytest.mark.usefixtures("password")

@@ -178,6 +178,13 @@ def test_an_output_that_is_full_or_closed_ends_without_a_traceback(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_lines_that_would_fold_need_no_output() -> None:
+    """doctor ended with a traceback: nobody asks a closed output whether it is a terminal."""
+    closed = ["sh", "-c", f'exec "{KVTIERS}" doctor >&-']
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
+
+
 def test_a_reader_that_has_read_enough_spoils_nothing(trace: Path, tmp_path: Path) -> None:
     """`kvtiers curve | head -1` ended with 1, and wrote no JSON."""
     result = tmp_path / "out.json"

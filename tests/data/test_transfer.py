@@ -259,7 +259,7 @@ def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
     with disk.opened(tmp_path / "kv") as before:
         disk.put(before, [plain := make_key()], PAYLOAD)
     records = DiskRecords(tmp_path / "kv")
-    note = NamespaceNote("a model", "0.32.0", "5f2c", 16, PAYLOAD, 0, 1, False, True, 0.0)
+    note = NamespaceNote("a model", "0.32.0", "5f2c", 16, PAYLOAD, 0, 1, False, True, 0.0, 1)
     records.note(plain[:16], note.encode())
     records.close()
     ran = kvtiers("export", chain, archive)
@@ -384,7 +384,8 @@ def test_a_record_that_is_longer_than_the_archive_or_its_block_is_where_it_ends(
 def test_a_note_of_an_archive_replaces_none_and_moves_no_cursor(
     tmp_path: Path, kvtiers: Callable[..., Ran]
 ) -> None:
-    evil = NamespaceNote("\x1b[31mm\n", "e", "l", 1, 1, 0, 1, False, False, 0.0).encode().decode()
+    note = NamespaceNote("\x1b[31mm\n", "e", "l", 1, 1, 0, 1, False, False, 0.0, 1)
+    evil = note.encode().decode()
     head = json.dumps({"keys": [], "notes": {SPACE: evil, "ab" * 16: "no note"}}).encode()
     (tmp_path / "lies.kvt").write_bytes(lying(head))
     chain, key = chain_of(tmp_path / "kv"), b"n" * 16 + b"k" * 32

@@ -19,7 +19,7 @@ from tests.cli.conftest import Ran
 from tests.cli.conftest import kvtiers as kvtiers  # the fixture
 from tests.disk import audit as disk
 from tests.support.damage import keys_on
-from tiers.data import transfer, verification
+from tiers.data import verification
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import index_key
 from tiers.disk.records import DiskRecords
@@ -205,8 +205,7 @@ def test_reading_leaves_engines_their_disk(
     honest = DiskRecords.listed
     monkeypatch.setattr(DiskRecords, "listed", listed)
     monkeypatch.setattr(DiskRecords, "others", lambda records: others)
-    for module in (verification, transfer):
-        monkeypatch.setattr(module, "RateLimit", limit)
+    monkeypatch.setattr(verification, "RateLimit", limit)
     with disk.opened(tmp_path / "kv") as store:
         disk.put(store, disk.keys(*range(5)), PAYLOAD)
     options = () if rate is None else ("--rate", rate)

@@ -19,7 +19,7 @@ EVICTOR = Source("capacity", "tiers/remote/packs/evictor.py")
 LEASE = Source("capacity", "tiers/remote/packs/lease.py")
 
 MARKED = "        held[span.at : span.stop] = [True] * span.count\n"
-MATCHED = "count = 0 if index is None else index.matches(keys, at)\n"
+MATCHED = "count = 0 if index is None else min(index.matches(keys, at), stop - at)\n"
 RENEWED = '                self._renewed.count("value", sum(held))\n'
 VERIFIED = (
     "                verify(expect(each[number], block.key, self._payload_bytes), block.payload)\n"
@@ -155,8 +155,8 @@ MUTANTS = (
     SEARCH.but(
         "prefixes",
         "what is known ends with one pack",
-        "        spans.append(Span(keys[at], at, count))\n        at += count\n",
-        "        spans.append(Span(keys[at], at, count))\n        break\n",
+        "        at += max(1, count)\n",
+        "        at += max(1, count)\n        if not skips:\n            break\n",
         equal="a guess or a walk that is short costs a look, which finds the same packs",
     ),
     SEARCH.but(
@@ -282,8 +282,8 @@ MUTANTS = (
     SEARCH.but(
         "scale",
         "has answers 500 keys",
-        "    while at < len(keys):\n",
-        "    while at < min(len(keys), 500):\n",
+        "walk_known(keys, 0, len(keys), found.get",
+        "walk_known(keys, 0, min(len(keys), 500), found.get",
     ),
     STORE.but(
         "scale",

@@ -394,7 +394,7 @@ MUTANTS = (
     LEASE.but(
         "lease",
         "a count is not taken over",
-        "            self.count = Count(*(int(number or 0) for number in found.groups()[2:]))\n",
+        "            self.count = Count(*map(int, found.groups()[2:]))\n",
         "            pass\n",
     ),
     LEASE.but(

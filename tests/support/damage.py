@@ -48,7 +48,7 @@ def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
 
 
 class SlabMedium:
-    """The records of a disk tier's blocks in its slabs, as `tiers.testing.trial` reaches them;
+    """The records of a disk tier's blocks in its slabs, as `tiers.testing.harness` reaches them;
     `name`: what the disk calls a block."""
 
     def __init__(self, folder: Path, name: Callable[[bytes], bytes] = lambda key: key) -> None:

@@ -32,7 +32,7 @@ def test_what_is_written_is_read_again_and_again(tmp_path: Path) -> None:
     trace = open_trace(path)
     assert (trace.header.block_tokens, trace.header.kv_bytes_per_token) == (16, 2048)
     assert list(trace) == list(trace) == REQUESTS
-    assert (trace.summary.requests, trace.summary.skipped) == (3, {})
+    assert not trace.summary.skipped
     assert trace.summary.bytes_read == trace.file_bytes
 
 

@@ -13,7 +13,7 @@ from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.report import TRUSTED_ROOM_WAIT, Report
-from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.simulate import simulate
 
 NEW = count(1 << 20)
 
@@ -130,7 +130,7 @@ def test_a_report_tells_where_prompts_wait_for_room(blocks: int) -> None:
     )
     for serve in (replay, simulate):
         report = serve(requests, SIZE, chain(disk(4000)), on, warm=0.25)
-        assert report.load < 0.65
+        assert not any("are busy for" in text for text in report.warnings)
         if blocks > 600:
             assert not report.warnings and not report.room_wait
             free = on.model_copy(update={"decode_seconds_per_token": 0.0})

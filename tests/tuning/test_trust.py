@@ -23,7 +23,7 @@ from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.simulate import simulate
 
 SLOW = {
     "cpu": TierProfile(load_bandwidth=20e6, store_bandwidth=20e6),

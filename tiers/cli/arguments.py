@@ -175,7 +175,7 @@ def write_whole(path: Path, text: str, like: Path | None = None) -> None:
 
 def say(line: str, indent: int = 4, folds: bool = True) -> None:
     """Print a line. On a terminal a long one `folds` between words, with what follows indented."""
-    if folds and sys.stdout.isatty():
+    if folds and sys.stdout is not None and sys.stdout.isatty():
         beneath = " " * (len(line) - len(line.lstrip()) + indent)
         line = fill(line, get_terminal_size().columns, subsequent_indent=beneath)
     typer.echo(line)

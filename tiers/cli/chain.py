@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spec.errors import SpecError, one_line
 from spec.text import aligned
-from tiers.cli.arguments import ChainFile, refused
+from tiers.cli.arguments import ChainFile, refused, say
 
 if TYPE_CHECKING:
     from spec.offloading import OffloadingSpec
@@ -53,10 +51,9 @@ def validate(
     if as_json:
         typer.echo(json.dumps({"chain": whole}, indent=1))
         return
-    if sys.stdout is not None and sys.stdout.isatty():
-        _print_rich(rows)
-    else:
-        typer.echo("\n".join(aligned([COLUMNS, *rows])))
+    lines = aligned([COLUMNS, *rows])
+    for line in lines:
+        say(line, indent=lines[0].index(COLUMNS[-1]))
     left_out = ("tiers",) if whole["ghosts"] else ("tiers", "ghosts")
     settings = (f"{key} {_text(value)}" for key, value in whole.items() if key not in left_out)
     typer.echo(", ".join(settings))
@@ -79,17 +76,6 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _print_rich(rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*COLUMNS)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
 
 
 def config(file: ChainFile) -> None:

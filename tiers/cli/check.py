@@ -37,20 +37,20 @@ def check(
     from contextlib import ExitStack
     from tempfile import TemporaryDirectory
 
+    from tiers.lab.server import in_own_place
     from tiers.testing.check import check as run_kit
-    from tiers.testing.check import place_in
 
     fates: Counter[str] = Counter()
     is_endless = False
     with TemporaryDirectory(prefix="kvtiers-check-") as folder, ExitStack() as stack:
         spec = _make(tier_type, settings or [], Path(folder))
-        place = place_in(spec, Path(folder))
-        if tier_type == "redis":  # the kit's blocks have keys of their own
-            from tiers.lab.try_chain import in_own_place
 
-            served = in_own_place(spec, Path(folder) / "server", stack)
-            place = lambda _: served  # noqa: E731
-        for result in run_kit(place, limit):
+        def place(name: str) -> StoreSpec:
+            return in_own_place(spec, Path(folder, name), stack)
+
+        # The kit's blocks have keys of their own, and one server has room for those of all tests.
+        served = place("served") if tier_type == "redis" else None
+        for result in run_kit(lambda name: served or place(name), limit):
             fates[result.fate] += 1
             is_endless |= result.is_endless
             why = f": {result.why}" if result.why else ""

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -192,8 +193,7 @@ def gc(
     """
     from spec.fields import parse_duration
     from spec.load import load_chain
-    from tiers.data.garbage import find_garbage, forget, remove_garbage
-    from tiers.data.inspection import inspect_tier
+    from tiers.data.inspection import find_garbage, forget, inspect_tier, remove_garbage
 
     age = None if unused is None else parsed("--unused", unused, parse_duration)
     spaces = [_space(text) for text in namespace or ()]
@@ -390,17 +390,9 @@ def _verification_lines(name: str, report: Verification, seconds: float) -> Iter
 
 
 def _group_json(group: Group) -> dict[str, Any]:
-    return {
-        "namespace": group.namespace.hex(),
-        "payload_bytes": group.payload_bytes,
-        "blocks": group.blocks,
-        "bytes": group.bytes,
-        "first_used": group.used and group.used[0],
-        "last_used": group.used and group.used[1],
-        "standing": group.standing,
-        "why": group.why,
-        "note": group.note and vars(group.note),
-    }
+    shown = asdict(group)
+    first, last = shown.pop("used") or (None, None)
+    return {**shown, "namespace": group.namespace.hex(), "first_used": first, "last_used": last}
 
 
 def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:

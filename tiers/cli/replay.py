@@ -74,7 +74,7 @@ def replay(
     from tiers.traces.open_trace import open_trace
     from tiers.tuning.machine import load_machine
     from tiers.tuning.report import table
-    from tiers.tuning.simulation import simulate
+    from tiers.tuning.simulation.simulate import simulate
 
     try:
         opened = open_trace(trace, conversations)

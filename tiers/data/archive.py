@@ -266,12 +266,11 @@ class ArchiveWriter:
                 done = os.pwrite(self._handle, view, self._end)
                 view, self._end = view[done:], self._end + done
 
-    def finish(self) -> int:
-        """Write the end and give the archive its name; return its length."""
+    def finish(self) -> None:
+        """Write the end and give the archive its name."""
         self._write([_FRAME.pack(_END, 0, self._count, self._headers.intdigest())])
         os.fsync(self._handle)
         self._part.rename(self._path)
-        return self._end
 
     def close(self) -> None:
         """Close it; one that is not finished stays, to be continued."""

@@ -1,12 +1,17 @@
-"""Inspecting a tier: its blocks by namespace, and whose they are, as far as it can tell."""
+"""What a tier holds, by namespace: whose it is, as far as it can tell, and what no engine can use
+any more, which can be removed."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tiers.block import KV_REVISION
+from tiers.data.verification import Progress
 from tiers.records import NamespaceNote, StoredRecord, StoredRecords, read_note
+from tiers.wrappers.journals import forget as forget
 
 Standing = Literal["usable", "unusable", "can't tell"]
 
@@ -74,11 +79,63 @@ def judge(group: Group, others: bool | None, is_encrypted: bool) -> tuple[Standi
     elif note.lasts:
         if note.revision == KV_REVISION:
             return "usable", "by engines of this model and these settings"
-        if note.revision is None:
-            return "can't tell", "noted by an older kvtiers, which may have named it otherwise"
         return "can't tell", "engines of another version of kvtiers alone find these blocks"
     if others is None:
         return "can't tell", f"{ends}, and it can't be seen whether engines have the tier open"
     if others:
         return "can't tell", f"{ends}, and engines have the tier open"
     return "unusable", f"{ends}, and no engine has the tier open"
+
+
+STEP = 256
+PAUSE = 0.005
+"""Blocks dropped at once, and seconds between two steps, for engines that store meanwhile."""
+
+
+def find_garbage(
+    found: Inspection, unused: float | None = None, namespaces: Sequence[bytes] = ()
+) -> list[tuple[Group, str]]:
+    """The groups that no engine can use for sure; those that none has opened or used for `unused`
+    seconds, as far as that is known; and those whose namespace begins as one of `namespaces`. Each
+    with the reason."""
+    since = None if unused is None else time.time() - unused
+    return [(group, why) for group in found.groups if (why := _why(group, since, namespaces))]
+
+
+def _why(group: Group, since: float | None, namespaces: Sequence[bytes]) -> str:
+    if not group.payload_bytes:
+        return ""  # it may be another program's
+    if any(
+        group.namespace.startswith(one) or one.startswith(group.namespace) for one in namespaces
+    ):
+        return "its namespace was named"
+    if group.standing == "unusable":
+        return group.why
+    last = [group.used[1]] if group.used else []
+    if group.note is not None:
+        last.append(group.note.opened)
+    # An engine that loads alone renews no note: where no times of loads are kept, nothing is old.
+    if since is not None and group.used and max(last) < since:
+        return "no engine has opened or used it for that long"
+    return ""
+
+
+def remove_garbage(
+    records: StoredRecords, groups: Sequence[Group], progress: Progress
+) -> tuple[int, int]:
+    """Drop the records of these groups, and the notes of their namespaces; return how many, and
+    their bytes. Raises what the tier raises; what is left is found again."""
+    wanted = {(group.namespace, group.payload_bytes) for group in groups}
+    count = size = 0
+    for piece in records.listed():
+        chosen = [record for record in piece if (record.namespace, record.payload_bytes) in wanted]
+        for start in range(0, len(chosen), STEP):
+            batch = chosen[start : start + STEP]
+            records.drop(batch)
+            count, size = count + len(batch), size + sum(record.size for record in batch)
+            progress(count, size)
+            time.sleep(PAUSE)
+    for space in records.notes():
+        if any(space.startswith(group.namespace) for group in groups):
+            records.note(space, b"")
+    return count, size

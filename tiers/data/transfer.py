@@ -11,12 +11,11 @@ from pathlib import Path
 
 from spec.offloading import StoreSpec, read_keys
 from tiers.block import Header, digest
-from tiers.concurrency.rate_limit import RateLimit
 from tiers.data.archive import ArchiveHead, ArchiveReader, ArchiveWriter, Frame, PackedRecord, pack
-from tiers.data.verification import BATCH_BYTES, BATCH_SECONDS, Progress
+from tiers.data.verification import Progress, read_in_turn
 from tiers.errors import RecordError
 from tiers.host.scratch import Scratch
-from tiers.records import Finding, StoredRecord, StoredRecords, in_batches, read_note
+from tiers.records import StoredRecords, read_note
 from tiers.store import Counts, GatheredBlock, TierStore, batch_blocks, capability, each
 from tiers.wrappers.opening import open_stored
 
@@ -55,8 +54,12 @@ def export_tier(
 ) -> Transfer:
     """Write what a tier holds now to an archive, the least recently used first. Takes some 600
     bytes of memory a block. `keys`: marks of the tier's encryption keys."""
-    report, limit = Transfer(), RateLimit(rate)
-    most = BATCH_BYTES if rate is None else max(1, int(rate * BATCH_SECONDS))
+    report, packed = Transfer(), dict[bytes, PackedRecord]()
+
+    def use(header: Header, stored: memoryview) -> None:
+        if not keys or len(header.key) == HIDDEN_BYTES:
+            packed[digest(header.key)] = pack(header, stored)
+
     notes = {
         space.hex(): text.decode() for space, text in records.notes().items() if read_note(text)
     }
@@ -67,37 +70,19 @@ def export_tier(
         plan = [record for name, record in every.items() if name not in archive.held]
         report.held = len(every) - len(plan)
         plan.sort(key=lambda record: record.order)
-        for batch in in_batches(plan, most):
-            limit.take(sum(record.size for record in batch))
-            states = [finding.state for finding in _read(records, batch, archive, bool(keys))]
-            report.moved += states.count("whole")
-            report.gone += states.count("gone")
-            report.damaged += states.count("damaged")
-            report.plain += states.count("plain")
-            whole = zip(batch, states, strict=True)
-            report.bytes += sum(record.size for record, state in whole if state == "whole")
+        for batch, findings in read_in_turn(records, plan, rate, use):
+            # In its order, though the tier reads and packs it in threads.
+            for record, finding in zip(batch, findings, strict=True):
+                if (whole := packed.pop(record.digest, None)) is not None:
+                    archive.add(whole)
+                    report.moved += 1
+                    report.bytes += record.size
+                report.gone += finding.state == "gone"
+                report.damaged += finding.state == "damaged"
+                report.plain += finding.state == "whole" and whole is None
             progress(report.moved, report.bytes)
         archive.finish()
     return report
-
-
-def _read(
-    records: StoredRecords, batch: Sequence[StoredRecord], archive: ArchiveWriter, hidden: bool
-) -> list[Finding]:
-    """Add a batch to an archive, in its order, though the tier reads and packs it in threads."""
-    packed: dict[bytes, PackedRecord] = {}
-
-    def use(header: Header, stored: memoryview) -> None:
-        if not hidden or len(header.key) == HIDDEN_BYTES:
-            packed[digest(header.key)] = pack(header, stored)
-
-    findings = records.read(batch, use)
-    for place, record in enumerate(batch):
-        if record.digest in packed:
-            archive.add(packed[record.digest])
-        elif findings[place].state == "whole":
-            findings[place] = Finding("plain")
-    return findings
 
 
 def import_archive(archive: ArchiveReader, spec: StoreSpec, progress: Progress) -> Transfer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.records import StoredRecord, StoredRecords, in_batches
+from tiers.records import Finding, StoredRecord, StoredRecords, Use, ignore, in_batches
 
 BATCH_BYTES = 64 << 20
 BATCH_SECONDS = 0.005
@@ -38,33 +39,37 @@ def verify_tier(
 ) -> Verification:
     """Read and check every record, at `rate` bytes a second at most; with `drops` drop those that
     are damaged. Raises what the tier raises."""
-    report, limit = Verification(), RateLimit(rate)
-    most = BATCH_BYTES if rate is None else max(1, int(rate * BATCH_SECONDS))
-    for piece in records.listed():
-        of_this_format = [record for record in piece if record.payload_bytes]
-        report.strange += len(piece) - len(of_this_format)
-        for batch in in_batches(of_this_format, most):
-            size = sum(record.size for record in batch)
-            limit.take(size)
-            damaged = _read(records, batch, report)
-            if drops and damaged:
-                report.dropped += records.drop_damaged(damaged)
-            report.bytes += size
-            progress(report.records, report.bytes)
+    report = Verification()
+
+    def of_this_format() -> Iterator[StoredRecord]:
+        for record in chain.from_iterable(records.listed()):
+            report.strange += not record.payload_bytes
+            if record.payload_bytes:
+                yield record
+
+    for batch, findings in read_in_turn(records, of_this_format(), rate):
+        damaged = []
+        for record, finding in zip(batch, findings, strict=True):
+            report.records += finding.state != "gone"
+            report.gone += finding.state == "gone"
+            report.bytes += record.size
+            if finding.state == "damaged":
+                damaged.append(record)
+                if len(report.found) < NAMED:
+                    report.found.append((record.name.hex(), finding.why))
+        report.damaged += len(damaged)
+        if drops and damaged:
+            report.dropped += records.drop_damaged(damaged)
+        progress(report.records, report.bytes)
     return report
 
 
-def _read(
-    records: StoredRecords, batch: list[StoredRecord], report: Verification
-) -> list[StoredRecord]:
-    """Read a batch and count it; return which records are damaged."""
-    damaged = []
-    for record, finding in zip(batch, records.read(batch), strict=True):
-        report.records += finding.state != "gone"
-        report.gone += finding.state == "gone"
-        if finding.state == "damaged":
-            damaged.append(record)
-            if len(report.found) < NAMED:
-                report.found.append((record.name.hex(), finding.why))
-    report.damaged += len(damaged)
-    return damaged
+def read_in_turn(
+    records: StoredRecords, some: Iterable[StoredRecord], rate: float | None, use: Use = ignore
+) -> Iterator[tuple[list[StoredRecord], list[Finding]]]:
+    """Read records in batches, at `rate` bytes a second at most; each batch, and its findings."""
+    limit = RateLimit(rate)
+    most = BATCH_BYTES if rate is None else max(1, int(rate * BATCH_SECONDS))
+    for batch in in_batches(some, most):
+        limit.take(sum(record.size for record in batch))
+        yield batch, records.read(batch, use)

@@ -16,11 +16,11 @@ from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
 from tiers.host.slots import slot_stride
-from tiers.lab.replay import ReplayEngine, ReplayModel, answer
-from tiers.lab.replay.scaling import WITHOUT_TRAFFIC, Tier, moved
+from tiers.lab.replay.engine import ReplayEngine
+from tiers.lab.replay.model import ReplayModel, answer
+from tiers.lab.replay.scaling import WITHOUT_TRAFFIC
 from tiers.lab.replay.worker import LocalWorker
-from tiers.lab.server import Server
-from tiers.remote.spec import RedisSpec
+from tiers.lab.server import in_own_place
 
 MODEL = ReplayModel()
 PROMPTS = [list(range(start, start + 120)) for start in range(0, 1200, 200)]
@@ -41,8 +41,7 @@ class Seen(NamedTuple):
 
 def try_chain(chain: ChainSpec, folder: Path) -> list[Seen]:
     """Run the same prompts in two engines, one process after the other, over the chain's tiers in
-    empty places below `folder`; the first asks each twice. Raises KVTiersError for a tier that
-    can't be moved, or that needs a server which is not installed."""
+    empty places below `folder`; the first asks each twice. Raises NoPlace."""
     with ExitStack() as stack:
         tiers = tuple(_small(tier, folder, stack) for tier in chain.tiers)
         staging = _HOST_SLOTS * slot_stride(MODEL.payload_bytes)
@@ -64,15 +63,6 @@ def _small(tier: OffloadingSpec, folder: Path, stack: ExitStack) -> OffloadingSp
     if found.capacity_bytes > MOST:
         return found.model_copy(update={"capacity": MOST})
     return found
-
-
-def in_own_place(tier: Tier, place: Path, stack: ExitStack) -> Tier:
-    """The tier in a folder that is made for it, a Redis tier on a server there, which ends with the
-    stack. Raises NoServer, CannotReplay."""
-    place.mkdir()
-    if isinstance(tier, RedisSpec):
-        stack.callback(Server(place).kill)
-    return moved(tier, place)
 
 
 def _run(chain: ChainSpec, rounds: int) -> Seen:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from traceback import extract_tb
 from typing import NamedTuple
 from unittest import SkipTest
 
 from spec.errors import describe_error
 from spec.offloading import StoreContext, StoreSpec
-from tiers.errors import KVTiersError
 from tiers.store import TierStore
 from tiers.testing.contract import StoreContract
 from tiers.testing.limits import Endless
@@ -49,8 +47,8 @@ class SpecKit(StoreContract):
 
 
 def check(place: Place, limit_seconds: float) -> Iterator[Result]:
-    """Run each test of the kit, in a place of its own; yields as they end. Raises KVTiersError
-    if the tier can't be moved there."""
+    """Run each test of the kit, in a place of its own; yields as they end. Raises what `place`
+    raises for a tier that can't be moved there."""
     place("moved")
     for name in (name for name in dir(SpecKit) if name.startswith("test_")):
         yield _tried(name, place, limit_seconds)
@@ -77,20 +75,3 @@ def _where(error: BaseException) -> str:
     """An error's first line, and the line of code that raised it."""
     last = extract_tb(error.__traceback__)[-1]
     return f"{describe_error(error).partition(chr(10))[0]} ({last.filename}:{last.lineno})"
-
-
-def place_in(spec: StoreSpec, folder: Path) -> Place:
-    """Places of this tier in folders beneath one. Raises KVTiersError if it can't be moved."""
-
-    def place(name: str) -> StoreSpec:
-        own = folder / name
-        own.mkdir()
-        moved: StoreSpec | None = spec.scratch(own)
-        if moved is None:
-            raise KVTiersError(
-                f"type {spec.type} does not say how it is moved (scratch), and would be tried "
-                "where engines find their blocks: write scratch first"
-            )
-        return moved
-
-    return place

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,15 +18,38 @@ from unittest.mock import patch
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnavailable, TierUnusable
-from tiers.store import Clear, Damages, LocalIndex, Measured, Resizable, TierStore, Touch
+from tiers.store import Clear, Damages, LocalIndex, Measured, Resizable, TierStore, Touch, each
 from tiers.testing.eviction_tests import EvictionTests
 from tiers.testing.harness import Memory, at_once, listed, make_key
 from tiers.testing.memory_tests import ROUNDS, MemoryTests, check_left, counted
 from tiers.testing.prefix_tests import PrefixTests
 from tiers.testing.scale_tests import ScaleTests
 from tiers.testing.time_tests import TimeTests
-from tiers.testing.trial import find_lie
 from tiers.testing.truth_tests import TruthTests
+
+
+def _two(data: bytes) -> list[int]:
+    """Two drawn places: with a bit flipped in both a sum is as it was, and a parity."""
+    one, *others = secrets.SystemRandom().sample(range(len(data)), min(len(data), 32))
+    return [one, next((at for at in others if (data[at] ^ data[one]) & 1), others[0])]
+
+
+def _flipped(data: bytes, *places: int) -> bytes:
+    flipped = bytearray(data)
+    for place in places:
+        flipped[place] ^= 1
+    return bytes(flipped)
+
+
+DAMAGES: Sequence[tuple[str, Callable[[bytes], bytes]]] = (
+    ("a bit flipped at its start", lambda data: _flipped(data, 0)),
+    ("a bit flipped at its end", lambda data: _flipped(data, len(data) - 1)),
+    ("a bit flipped somewhere", lambda data: _flipped(data, secrets.randbelow(len(data)))),
+    ("two bits flipped", lambda data: _flipped(data, *_two(data))),
+    ("half of it cut off", lambda data: data[: len(data) // 2]),
+)
+"""What becomes of a stored block's bytes. Each round draws other places, so that in the end a
+checksum of some of the bytes is found."""
 
 
 def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[bool]:
@@ -291,8 +315,28 @@ class StoreContract(EvictionTests, ScaleTests, MemoryTests, TruthTests, PrefixTe
         self.claimed("verifies")
         with self.opened() as store:
             for _ in range(8):  # some of the bits are drawn
-                lie = find_lie(store, self.medium(store), self.payload_bytes)
-                assert lie is None, f"a block is served with {lie}"
+                self._damage_all(store)
+
+    def _damage_all(self, store: TierStore) -> None:
+        medium, swapped = self.medium(store), "another block's bytes in place of its own"
+        keys = one, other, gone, new, *others = [make_key() for _ in range(4 + len(DAMAGES))]
+        data = {}
+        for key in keys:
+            if key == new:
+                store.drop([gone])
+            self.put(store, [key])
+            assert self.hits(store, [key]) == [True]
+            data[key] = medium.read(key)
+            assert len(data[key]) > 1, f"the medium shows {len(data[key])} bytes of a block"
+        damaged = [("the bytes of a block that was dropped before", new, data[gone])]
+        damaged += [(swapped, one, data[other]), (swapped, other, data[one])]
+        for (what, damage), key in zip(DAMAGES, others, strict=True):
+            damaged.append((what, key, damage(data[key])))
+        for what, key, stored in damaged:
+            medium.write(key, stored)
+            found = each("get", store.get(Memory([key], self.payload_bytes).blocks), 1)
+            assert found == [False], f"a block is served with {what}"
+        store.drop(keys)
 
     def test_the_spec_says_whether_it_verifies(self) -> None:
         declared = self.make_spec().verifies

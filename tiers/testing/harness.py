@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 from unittest import SkipTest
 
 from spec.offloading import StoreSpec
 from tiers.store import Block, Capability, TierStore, capability, each
 from tiers.testing.limits import limited
-from tiers.testing.trial import Medium
 
 DEADLINE: float = StoreSpec.model_fields["deadline"].default
 _CANARY = 0xA5
@@ -112,6 +111,17 @@ class Memory:
 def listed(answers: object) -> list[bool]:
     """The answers of `has` or `peek`, which must be a list of booleans."""
     return each("has", answers, len(answers) if isinstance(answers, list) else 0)
+
+
+class Medium(Protocol):
+    """The stored bytes of one store's blocks, where they lie."""
+
+    def read(self, key: bytes) -> bytes:
+        """The bytes kept for this block, with all that the store adds, and without padding."""
+
+    def write(self, key: bytes, data: bytes) -> None:
+        """Put these bytes, as many or fewer, in their place, as damage would: the store does not
+        learn of it."""
 
 
 class StoreUnderTest:

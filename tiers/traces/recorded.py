@@ -29,9 +29,7 @@ from tiers.errors import TraceError
 from tiers.traces.lines import (
     Malformed,
     number,
-    parse_object,
     prefix_ids,
-    read_lines,
     read_objects,
     short_text,
     shown,
@@ -130,28 +128,23 @@ def is_header(found: dict[str, Any]) -> bool:
 
 def _header_of(path: Path) -> FileHeader | None:
     """The header of a file; None if its writer crashed before it was written."""
-    line = next(read_lines(path, TraceSummary()), None)
-    if line is None:
-        return None
-    try:
-        found = parse_object(line.text)
-        if not is_header(found):
-            raise Malformed(f'the first line must have "format": "{FORMAT}"')
-        if (version := found.get("version")) != VERSION:
-            raise Malformed(
-                f"its version is {shown(version)}, and this release reads version {VERSION}"
-            )
-        has_kv_bytes = "kv_bytes_per_token" in found
-        return FileHeader(
-            whole(found, "block_tokens", at_least=1),
-            number(found, "started"),
-            short_text(found, "writer"),
-            whole(found, "kv_bytes_per_token", 1) if has_kv_bytes else None,
+    return next(read_objects(path, _parse_header, TraceSummary()), None)
+
+
+def _parse_header(found: dict[str, Any]) -> FileHeader:
+    if not is_header(found):
+        raise Malformed(f'the first line must have "format": "{FORMAT}"')
+    if (version := found.get("version")) != VERSION:
+        raise Malformed(
+            f"its version is {shown(version)}, and this release reads version {VERSION}"
         )
-    except Malformed as error:
-        if not line.is_whole:
-            return None
-        raise error.at(path, line.number) from None
+    has_kv_bytes = "kv_bytes_per_token" in found
+    return FileHeader(
+        whole(found, "block_tokens", at_least=1),
+        number(found, "started"),
+        short_text(found, "writer"),
+        whole(found, "kv_bytes_per_token", 1) if has_kv_bytes else None,
+    )
 
 
 def _read_files(

@@ -46,9 +46,8 @@ class TraceHeader:
 
 @dataclass
 class TraceSummary:
-    """The work of one iteration over a trace so far: requests, bytes, things left out."""
+    """The work of one iteration over a trace so far: bytes, things left out."""
 
-    requests: int = 0
     bytes_read: int = 0
     """Bytes of the files that have been read, as they lie on disk: progress towards
     `Trace.file_bytes`."""
@@ -102,5 +101,4 @@ class Trace:
                 summary.skip("times before the request before, taken as its: sort the lines")
                 time = latest
             latest = time
-            summary.requests += 1
             yield request if time == request.timestamp else request._replace(timestamp=time)

@@ -172,11 +172,6 @@ class Report:
         return price / MONTH * self.seconds / (saved / 1e6) if price is not None and saved else None
 
     @property
-    def load(self) -> float:
-        """The highest of GPU load and link use."""
-        return max([self.gpu_load, *(max(t.load_busy, t.store_busy) for t in self.tiers)])
-
-    @property
     def warnings(self) -> list[str]:
         """Why figures are not to be trusted, where they are not."""
         found = []

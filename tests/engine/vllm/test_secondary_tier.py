@@ -85,7 +85,7 @@ class Hosting:
         return lambda: self.unchanged
 
     def note(self, payload_bytes: int) -> NamespaceNote:
-        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, self.ranks, False, True, 0.0)
+        return NamespaceNote("m", "e", "l", 16, payload_bytes, 0, self.ranks, False, True, 0.0, 1)
 
     def end_step(self) -> None: ...
 

@@ -31,7 +31,8 @@ from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.errors import KVTiersError
 from tiers.gpu.copier import CpuCopier
-from tiers.lab import replay as plain
+from tiers.lab.replay import engine as plain_engine
+from tiers.lab.replay import model as plain
 from tiers.lab.replay.worker import LocalWorker
 from tiers.store import Block
 from tiers.testing import GivenSpec, MemoryStore
@@ -54,7 +55,7 @@ def test_so_does_that_of_try() -> None:
     info = EngineInfo({}, model.block_tokens, model.block_tokens, 16, step_tokens=8)
     connector = MultiScheduler((), MultiSettings(RequestTable(info)), (), "")
     worker = LocalWorker(model, info.num_blocks, MultiWorker(()))
-    engine = plain.ReplayEngine(model, info, connector, worker)
+    engine = plain_engine.ReplayEngine(model, info, connector, worker)
     assert engine.generate(prompt, 4).output == plain.answer(model, prompt, 4)
     assert plain.answer(model, prompt, 4) == answer(MODEL, prompt, 4)
     for layer in worker.kv.values():

@@ -19,11 +19,12 @@ from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.replay_trace import replay
 from tiers.lab.replay.scaling import NO_DEADLINE, CannotReplay, Scale, linked, scaled
 from tiers.lab.replay.timed_worker import WrongBytes
+from tiers.lab.server import NoPlace
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.simulate import simulate
 
 
 def run(chain: ChainSpec, requests: Sequence[TraceRequest], **more: Any) -> Report:
@@ -66,7 +67,7 @@ def test_simulation_and_replay_agree(policy: str, when: str) -> None:
     tiers = chain(cpu(90), disk(400), given(), load_policy=policy, load_when=when)
     real = run(tiers, requests)
     simulated = simulate(requests, SIZE, tiers, machine())
-    assert real.load < 0.65
+    assert not any("are busy for" in text for text in real.warnings)
     assert 0 < simulated.pause == pytest.approx(real.pause, rel=0.01)
     one_percent = real.prompt_tokens / 100
     assert simulated.engine_hit_tokens == pytest.approx(real.engine_hit_tokens, abs=one_percent)
@@ -199,7 +200,7 @@ def test_a_plugins_tier_is_moved_or_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     written = {"type": "given", "path": mine, "capacity": 100 * BLOCK_BYTES}
-    with pytest.raises(CannotReplay, match=r"tier given: .* given of tests does not say how"):
+    with pytest.raises(NoPlace, match=r"tier given: .* given of tests does not say how"):
         run(chain(FixedSpec.model_validate(written)), chats(3, 5))
     run(chain(MovableSpec.model_validate(written)), chats(3, 5))
     assert list(mine.iterdir()) == []

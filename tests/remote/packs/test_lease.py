@@ -121,7 +121,7 @@ def test_an_evictor_that_was_stopped_in_a_listing_ends_it_where_another_has_the_
             other.beat()
             clock.now += place.watch_seconds
             assert other.beat()
-            assert other.say(Count(7, 5 * SIZE, 10 * SIZE))
+            assert other.beat(Count(7, 5 * SIZE, 10 * SIZE))
         yield from honest(*args)
 
     bucket.list = take
@@ -135,12 +135,6 @@ def test_who_closes_it_leaves_the_lease_to_others_at_once(place: Place) -> None:
     wait_for(lambda: bool(list(place.path.glob("upkeep/term-*"))))
     kept.close()
     wait_for(place.lease(Clock()).beat)
-
-
-def test_a_note_without_what_hinders_is_read_as_one_of_an_engine_of_before(place: Place) -> None:
-    (place.path / "upkeep").mkdir(parents=True)
-    (place.path / "upkeep" / "term-3").write_bytes(b"a1b2 9 7 500 1000 ".ljust(95) + b"\n")
-    assert place.lease(Clock()).last_count() == Count(7, 500, 1000)
 
 
 def test_the_lease_is_of_the_directorys_group(tmp_path: Path) -> None:

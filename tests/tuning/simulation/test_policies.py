@@ -17,10 +17,11 @@ from tiers.contract.block_groups import COMPLETE
 from tiers.loading.shares import LoadPace, share
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.simulation import SimChain, SimTier, Workload
 from tiers.tuning.simulation import loads as simulated
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.simulate import _tiers
 from tiers.tuning.simulation.simulated_tier import SimulatedTier
+from tiers.tuning.simulation.workload import Workload
 
 LENGTHS = (3, 1, 6, 2)
 BLOCKS = sum(LENGTHS)

@@ -16,9 +16,10 @@ from tests.lab.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
 from tiers.tuning.simulation import workload as workload_module
-from tiers.tuning.simulation.simulate import _tiers
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
+from tiers.tuning.simulation.simulate import _tiers, simulate
+from tiers.tuning.simulation.workload import Workload
 
 SIZE = 16
 """Tokens of a block; a block has as many bytes."""

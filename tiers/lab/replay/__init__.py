@@ -6,8 +6,3 @@ torch tensors. `TimedEngine` is the same engine for a trace (see `replay_trace.p
 waiting, in the time of a clock. Tests extend it by what else engines do: they preempt, and have
 windows or several ranks.
 """
-
-from tiers.lab.replay.engine import ReplayEngine
-from tiers.lab.replay.model import ReplayModel, answer
-
-__all__ = ["ReplayEngine", "ReplayModel", "answer"]

@@ -23,7 +23,7 @@ from tiers.lab.replay.timed_worker import TimedWorker, TraceModel
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.simulation import SimChain
+from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.simulate import report_on
 
 WORD = 8
@@ -46,7 +46,7 @@ def replay(
     servers of the replay's own, behind links as fast as `machine` says; `folder`: those of disk
     tiers lie in it. Every loaded block is compared with the bytes that were stored. `progress` is
     called with the number of each request. Raises WrongBytes, SpecError for a tier without a
-    profile, CannotReplay, NoServer.
+    profile, CannotReplay, NoPlace.
     """
     trace = list(requests)
     warmed = int(len(trace) * warm)

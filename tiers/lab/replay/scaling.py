@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
-from spec.registry import package_of
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.pool_size import PoolSize
 from tiers.disk.slab import slot_bytes
@@ -17,11 +15,9 @@ from tiers.errors import KVTiersError
 from tiers.host.slots import slot_stride
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import Link, LinkedSpec
-from tiers.lab.server import Server
+from tiers.lab.server import in_own_place, limit
 from tiers.remote.spec import RedisSpec
 from tiers.tuning.machine import Machine
-
-Tier = TypeVar("Tier", bound=OffloadingSpec)
 
 NO_DEADLINE = 600.0
 """Seconds of the machine that a verb may take; the trace's time has no deadline."""
@@ -52,7 +48,7 @@ def scaled(
     """Scale a chain; the operator's folders and servers are left alone. Its tiers get folders in an
     empty one, and a server that is started for each Redis tier ends with the stack.
 
-    Raises CannotReplay for a tier that can't be moved, NoServer.
+    Raises NoPlace for a tier that can't be moved.
     """
     stride = slot_stride(scale.payload_bytes)
     tiers = [_tier(tier, scale, folder, stack) for tier in chain.tiers]
@@ -63,44 +59,24 @@ def scaled(
 
 
 def _tier(tier: OffloadingSpec, scale: Scale, folder: Path, stack: ExitStack) -> OffloadingSpec:
-    place = folder / tier.tier_name
-    if isinstance(tier, RedisSpec):
-        # By itself, since the path of a socket must be short.
-        place = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-")))
-    else:
-        place.mkdir(mode=0o700)
-    if isinstance(tier, HostSpec):
-        room = max(1, scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes))
-        return moved(tier, place).model_copy(update={"capacity": room})
-    assert isinstance(tier, StoreSpec)
+    here = in_own_place(tier, folder / tier.tier_name, stack)
+    if isinstance(here, HostSpec):
+        room = max(1, scale.blocks(here.capacity) * slot_stride(scale.payload_bytes))
+        return here.model_copy(update={"capacity": room})
+    assert isinstance(here, StoreSpec)
     change: dict[str, object] = {"deadline": NO_DEADLINE}
-    if tier.max_inflight is not None:
-        change["max_inflight"] = scale.blocks(tier.max_inflight) * scale.payload_bytes or 1
-    if tier.write_budget is not None:
-        change["write_budget"] = tier.write_budget * scale.payload_bytes / scale.real_bytes
-    if isinstance(tier, RedisSpec):
-        server = Server(place)
-        stack.callback(server.kill)
-        if tier.maxmemory is not None:
-            server.limit(scale.blocks(tier.maxmemory), scale.payload_bytes)
+    if here.max_inflight is not None:
+        change["max_inflight"] = scale.blocks(here.max_inflight) * scale.payload_bytes or 1
+    if here.write_budget is not None:
+        change["write_budget"] = here.write_budget * scale.payload_bytes / scale.real_bytes
+    if isinstance(here, RedisSpec):
         change["timeout"] = NO_DEADLINE
-    capacity = getattr(tier, "capacity", None)
+        if here.maxmemory is not None:
+            limit(here, scale.blocks(here.maxmemory), scale.payload_bytes)
+    capacity = getattr(here, "capacity", None)
     if isinstance(capacity, int):
         change["capacity"] = max(1, scale.blocks(capacity)) * slot_bytes(scale.payload_bytes)
-    return moved(tier, place).model_copy(update=change)
-
-
-def moved(tier: Tier, folder: Path) -> Tier:
-    """The tier with its place in an empty folder. Raises CannotReplay."""
-    found = tier.scratch(folder)
-    if found is None:
-        package = package_of(tier)
-        raise CannotReplay(
-            f"tier {tier.tier_name}: its type {tier.type}{f' of {package}' if package else ''} "
-            "does not say how it is moved (scratch), and would store where engines find their "
-            "blocks: leave it out of the chain"
-        )
-    return found
+    return here.model_copy(update=change)
 
 
 def linked(

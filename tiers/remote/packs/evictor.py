@@ -222,7 +222,7 @@ class Evictor:
         if count or self._clock() >= self._next_beat:
             self._next_beat = self._clock() + self._pace.beat
             try:
-                self._lease.say(count or self._lease.count)
+                self._lease.beat(count)
             except TierRefused as error:
                 self._barred = str(error)
             else:

@@ -25,7 +25,7 @@ WATCH_BEATS = 6
 FOLDER = "upkeep"
 NOTE_BYTES = 96
 _TERM = re.compile(r"term-(\d{1,12})")
-_NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}) (?:(\d) )?")
+_NOTE = re.compile(rb"(\w+) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d) ")
 _NOBODY = b"nobody"
 
 
@@ -77,9 +77,10 @@ class Lease:
         """Whether this process held it at its last beat."""
         return self._term > 0
 
-    def beat(self) -> bool:
+    def beat(self, count: Count | None = None) -> bool:
         """Renew it, watch it, or take it where its holder is gone; whether this process holds it.
-        Raises TierError, OSError: then it does not."""
+        `count`: the last one from now on. Raises TierError, OSError: then it does not."""
+        self.count = count or self.count
         held, self._term = self._term, 0
         # Others' terms are listed only where the one that is known has ended: a read costs less.
         if held or self._is_free(self._look(self._seen[0])):
@@ -90,11 +91,6 @@ class Lease:
             elif self._is_free(self._look(newest)) and self._terms.take(newest, self._note()):
                 self._term = newest + 1
         return self.is_held
-
-    def say(self, count: Count) -> bool:
-        """As `beat`, which writes this count if the lease is held."""
-        self.count = count
-        return self.beat()
 
     def resign(self) -> None:
         """Let others take it at once, if it is held. Raises TierError, OSError."""
@@ -116,7 +112,7 @@ class Lease:
         """Watch this term, and take over its count; whose it is, or empty: it is gone."""
         note = self._terms.read(term) if term else b""
         if found := _NOTE.match(note):
-            self.count = Count(*(int(number or 0) for number in found.groups()[2:]))
+            self.count = Count(*map(int, found.groups()[2:]))
         if (term, note) != self._seen:
             self._seen, self._since = (term, note), self._clock()
         return found[1] if found else note

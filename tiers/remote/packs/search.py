@@ -52,27 +52,22 @@ def walk(
 
 
 def walk_known(
-    keys: Sequence[bytes], at: int, stop: int, known: Callable[[bytes], Index | None]
+    keys: Sequence[bytes],
+    at: int,
+    stop: int,
+    known: Callable[[bytes], Index | None],
+    skips: bool = False,
 ) -> list[Span]:
-    """As `walk`, as far as the packs are known."""
+    """As `walk`, as far as the packs are known; none is in two. `skips`: also behind blocks that
+    are in none."""
     spans: list[Span] = []
-    while at < stop and (index := known(keys[at])) is not None:
-        count = min(index.matches(keys, at), stop - at)
-        if not count:  # a digest's accident, or a pack under another's name
-            break
-        spans.append(Span(keys[at], at, count))
-        at += count
-    return spans
-
-
-def packs_among(keys: Sequence[bytes], found: Found, at: int = 0) -> list[Span]:
-    """The packs found that hold blocks of these keys, from number `at` on; none is in two."""
-    spans: list[Span] = []
-    while at < len(keys):
-        index = found.get(keys[at])
-        count = 0 if index is None else index.matches(keys, at)
+    while at < stop:
+        index = known(keys[at])
+        count = 0 if index is None else min(index.matches(keys, at), stop - at)
         if count:
             spans.append(Span(keys[at], at, count))
+        elif not skips:  # none is known; or a digest's accident, or a pack under another's name
+            break
         at += max(1, count)
     return spans
 
@@ -100,7 +95,7 @@ def find(keys: Sequence[bytes], stop: int) -> Generator[Sequence[bytes], Found, 
     at = spans[-1].stop if spans else 0
     if at < stop:
         found = yield keys[at:stop]
-        spans += packs_among(keys[:stop], found, at)
+        spans += walk_known(keys, at, stop, found.get, skips=True)
     return spans
 
 
@@ -115,7 +110,7 @@ def find_all(
     while asked:
         answers = yield asked
         found.update((key, answers[key]) for key in asked)
-        spans = packs_among(keys, found)
+        spans = walk_known(keys, 0, len(keys), found.get, skips=True)
         asked = [k for k, has in zip(keys, marked(spans, len(keys)), strict=True) if not has]
         asked = [key for key in asked if key not in found]
     return spans

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated, NamedTuple
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import PlainSerializer, PlainValidator, SecretStr, WithJsonSchema
 
@@ -18,6 +18,9 @@ WHAT_WORKS = (
     "redis"
 )
 _NO_URL = f"not a URL; write it like {WHAT_WORKS}"
+# No brackets are looked for: of Python's later versions urlsplit takes none beside other hosts. Nor
+# does this quote text that it can't read, which may be a piece of a password.
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.S)
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 _TLS = "rediss"
@@ -87,22 +90,28 @@ class RedisUrl:
 
 def parse_url(value: object) -> RedisUrl:
     """Read a URL as in WHAT_WORKS. Raises ValueError, whose message shows no password."""
-    text = value if isinstance(value, str) else ""
-    scheme, separator, _ = text.partition("://")
-    if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+    # As of a block of YAML, which ends in a newline.
+    found = _URL.fullmatch(re.sub(r"[\t\r\n]", "", value) if isinstance(value, str) else "")
+    if found is None:
         raise ValueError(_NO_URL)
+    scheme, hosts, path, query, fragment = found.groups(default="")
     if not re.fullmatch(r"rediss?(\+cluster|\+sentinel)?|unix", scheme):
         raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
+    if "@" in found[0]:
+        # Files are read by more people than servers are, and end up in version control.
+        raise ValueError(LOGIN)
+    if fragment:
+        raise ValueError(_NO_URL)
+    refuse_variables(found[0])
     base, _, kind = scheme.partition("+")
-    parts = _split(text)
-    db = _query(parts)
+    db = _query(query)
     if scheme == "unix":
-        return RedisUrl(path=_socket(parts), db=db or 0)
+        return RedisUrl(path=_socket(hosts, path), db=db or 0)
     port = DEFAULT_SENTINEL_PORT if kind == "sentinel" else DEFAULT_PORT
-    endpoints = tuple(_endpoint(host, port) for host in parts.netloc.split(","))
+    endpoints = tuple(_endpoint(host, port) for host in hosts.split(","))
     if len(endpoints) > 1 and not kind:
         raise ValueError(f"several hosts where one is meant; what works is {WHAT_WORKS}")
-    path, service = parts.path.removeprefix("/"), None
+    path, service = path.removeprefix("/"), None
     if kind == "sentinel":
         service, _, path = path.partition("/")
         if not re.fullmatch(r"[\w.-]+", service, re.ASCII):
@@ -115,24 +124,6 @@ def parse_url(value: object) -> RedisUrl:
         raise ValueError("a cluster has no db but 0")
     is_tls = base == _TLS
     return RedisUrl(endpoints, None, db, service=service, is_cluster=is_cluster, is_tls=is_tls)
-
-
-def _split(value: str) -> SplitResult:
-    # urlsplit quotes text that it can't read, which may be a piece of a password. And of Python's
-    # later versions it takes no brackets beside other hosts, so it does not see the hosts.
-    scheme, _, rest = value.partition("://")
-    hosts = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    try:
-        parts = urlsplit(f"{scheme}://{rest[len(hosts) :]}")._replace(netloc=hosts)
-    except ValueError:
-        raise ValueError(_NO_URL) from None
-    if "@" in value:
-        # Files are read by more people than servers are, and end up in version control.
-        raise ValueError(LOGIN)
-    if parts.fragment:
-        raise ValueError(_NO_URL)
-    refuse_variables(value)
-    return parts
 
 
 def _endpoint(text: str, default_port: int) -> Endpoint:
@@ -161,17 +152,17 @@ def _host(host: str | None) -> str:
     return host
 
 
-def _socket(parts: SplitResult) -> str:
-    if parts.netloc:
+def _socket(host: str, path: str) -> str:
+    if host:
         raise ValueError("a unix socket needs an absolute path; write it like unix:///path")
-    path = unquote(parts.path)
+    path = unquote(path)
     if not path.strip("/") or "\0" in path:
         raise ValueError("no path; write it like unix:///path")
     return path
 
 
-def _query(parts: SplitResult) -> int | None:
-    query = parse_qsl(parts.query, keep_blank_values=True)
+def _query(text: str) -> int | None:
+    query = parse_qsl(text, keep_blank_values=True)
     unknown = sorted({name for name, _ in query} - {"db"})
     if any("pass" in name or "user" in name for name in unknown):
         raise ValueError(LOGIN)
