@@ -17,7 +17,15 @@ from tests.support.servers import RedisServer
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.testing import Memory, make_key
+from tiers.tuning import profiling
 from tiers.tuning.machine import load_machine
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast this machine is, is of no account."""
+    monkeypatch.setattr(profiling, "TOTAL_BYTES", 16 << 20)
+
 
 FACTS = {"kv_bytes_per_token": 4096, "engine_cache": "8GiB", "prefill_rate": 20000}
 

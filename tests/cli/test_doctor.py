@@ -167,36 +167,35 @@ def test_the_engines_own_environment(
     assert "PYTHONHASHSEED is set" in out
 
 
-@pytest.mark.parametrize(
-    ("about", "use", "of_two"),
-    [
-        ("control", "engines listen to commands in", "warning     control: {}/a/b: No such file"),
-        (
-            "record",
-            "requests are recorded in",
-            "fine        record: requests are recorded in",
-        ),
-        ("events", "what was announced is kept in", "warning     events: {}/a/b: No such file"),
-    ],
-)
-def test_the_folder_of_commands_and_others(
-    kvtiers: Run, write: Any, tmp_path: Path, about: str, use: str, of_two: str
-) -> None:
-    """An engine would serve without it. `of_two`: where what the folder is in is missing, too."""
+USES = {
+    "control": "engines listen to commands in",
+    "record": "requests are recorded in",
+    "events": "what was announced is kept in",
+}
+MISSING = {**dict.fromkeys(USES, "a/b: No such file"), "record": "requests are recorded in"}
+"""Where what the folder is in is missing, too."""
+
+
+def test_the_folders_of_commands_and_others(kvtiers: Run, write: Any, tmp_path: Path) -> None:
+    """An engine would serve without them."""
     (tmp_path / "file").touch()
     (tmp_path / "there").mkdir(mode=0o700)
     for name, says in (
-        ("new", f"fine        {about}: {use}"),
-        ("there", f"fine        {about}: {use}"),
-        ("a/b", of_two.format(tmp_path)),
-        ("file", "is no folder"),
-        ("x" * 300, "x: File name too long"),
+        ("new", USES),
+        ("there", USES),
+        ("a/b", MISSING),
+        ("file", dict.fromkeys(USES, "is no folder")),
+        ("x" * 300, dict.fromkeys(USES, "x: File name too long")),
     ):
-        folder = {"path" if about == "record" else "folder": str(tmp_path / name)}
-        chain = write({"type": "cpu", "capacity": "1MiB"}, **{"control": None, about: folder})
-        status, out, _ = kvtiers("doctor", chain)
-        assert status == 0 and says in out and out.count(f"{about}: ") == 1
-        assert says.startswith("fine") or "name another" in out or "name one" in out
+        place = str(tmp_path / name)
+        folders = {one: {"path" if one == "record" else "folder": place} for one in USES}
+        status, out, _ = kvtiers("doctor", write({"type": "cpu", "capacity": "1MiB"}, **folders))
+        assert status == 0
+        for about, said in says.items():
+            (line,) = (line for line in out.splitlines() if f" {about}: " in line)
+            gravity = "fine" if said == USES[about] else "warning"
+            assert line.startswith(gravity) and said in line
+        assert ("name another" in out or "name one" in out) == (says is not USES)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "there", "chain.yaml"}
 
 

@@ -99,7 +99,7 @@ def test_an_export_goes_on_wherever_it_was_cut(
     assert kvtiers("export", chain, archive).status == 0
     assert archive.stat().st_mode & 0o077 == 0, "what engines were asked is nobody else's"
     whole = archive.read_bytes()
-    for cut in (1, 17, 40, len(whole) - 1, len(whole), *chance.sample(range(len(whole)), 5)):
+    for cut in (1, 17, 40, len(whole) - 1, len(whole), *chance.sample(range(len(whole)), 2)):
         archive.unlink()
         part.write_bytes(whole[:cut])
         assert kvtiers("export", chain, archive).status == 0
@@ -210,7 +210,7 @@ def test_damage_is_left_out_and_a_damaged_archive_imports_nothing_wrong(
     size = format_size(48 * slot_bytes(PAYLOAD))
     assert ran.status == 1 and f": 48 blocks, {size}, 2 damaged and left out" in ran.out
     whole = archive.read_bytes()
-    for attempt in range(8):
+    for attempt in range(4):
         other = tmp_path / f"other{attempt}"
         place = chance.randrange(len(whole))
         byte = whole[place] ^ 1 << chance.randrange(8)

@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -39,7 +38,6 @@ COMPLETE = 16 * PAGE
 
 class TestDirect(StoreContract):
     persistent = True
-    settings: ClassVar[dict[str, str]] = {"io": "direct"}
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
@@ -47,12 +45,8 @@ class TestDirect(StoreContract):
 
     def open_store(self, payload_bytes: int) -> TierStore:
         capacity = max(payload_bytes, self.payload_bytes) * 96
-        spec = DiskSpec.model_validate({"path": self.path, "capacity": capacity, **self.settings})
+        spec = DiskSpec.model_validate({"path": self.path, "capacity": capacity, "io": "direct"})
         return spec.open(StoreContext(payload_bytes))
-
-
-class TestSynced(TestDirect):
-    settings: ClassVar[dict[str, str]] = {"io": "buffered", "durability": "sync"}
 
 
 def on_pages(shift: int, count: int = 3) -> list[Block]:

@@ -139,7 +139,7 @@ def test_the_chain_is_no_worse_than_its_model() -> None:
     run_state_machine_as_test(
         ChainMachine,
         settings=settings(
-            max_examples=12,
+            max_examples=8,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

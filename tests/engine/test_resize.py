@@ -176,7 +176,7 @@ def test_no_token_differs_while_tiers_are_resized(tmp_path: Path, setting: str) 
     rng = random.Random(ranks)
     sizes = set()
     requests = []
-    for number, prompt in enumerate(prompts(rng, 300)):
+    for number, prompt in enumerate(prompts(rng, 150)):
         requests.append((made.add(prompt, rng.randrange(1, 12)), prompt))
         for _ in range(rng.randrange(4)):
             made.step()

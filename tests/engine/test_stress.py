@@ -129,7 +129,7 @@ def test_no_token_differs_and_nothing_is_left_behind(
     )
     rng = random.Random(world_size)
     requests = []
-    for prompt in prompts(rng, 250 if (setting, in_flight) in QUICK else 500):
+    for prompt in prompts(rng, 150 if (setting, in_flight) in QUICK else 300):
         requests.append((engine.add(prompt, rng.randrange(1, 12)), prompt))
         for _ in range(rng.randrange(4)):
             engine.step()

@@ -66,8 +66,7 @@ def change(made: ReplayEngine, shown: list[Shown], weights: int = 1) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("on_reset", ["forget", "keep"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "on_reset"), [(1, "forget"), (2, "keep")])
 def test_nothing_is_served_to_or_by_other_weights(
     engine: MakeEngine,
     tiers: list[dict[str, Any]],

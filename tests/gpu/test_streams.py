@@ -89,9 +89,10 @@ def serve(model: Model, runner: Runner, patch: pytest.MonkeyPatch, seed: int) ->
 
 SERVED = [
     pytest.param(name, eager, id=f"{name}, {'+'.join(eager) or 'none'}")
-    for name, runner in RUNNERS.items()
-    for eager in (EAGER if runner.model is MODEL and not runner.ahead else EAGER[:3])
+    for name in RUNNERS
+    for eager in (EAGER if name == "V1 and V2" else EAGER[:2])
 ]
+"""Without a wait that no end below shows each of these goes wrong, but where compute is early."""
 
 
 @pytest.mark.parametrize(("runner", "eager"), SERVED)
@@ -426,7 +427,8 @@ def test_each_wait_is_needed(site: Site) -> None:
         for runner in reversed(RUNNERS.values())
         for seed in SEEDS
     ]
-    for run, eager in itertools.product([*ENDS, *served], EAGER):
+    ends = ((end, eager) for eager in EAGER for end in ENDS)
+    for run, eager in itertools.chain(ends, itertools.product(served, EAGER)):
         model = Model(STREAMS, eager)
         model.taken_away = site
         with pytest.MonkeyPatch.context() as patch:

@@ -135,7 +135,7 @@ class PoolAndTier(RuleBasedStateMachine):
 
 
 TestPoolAndTier = PoolAndTier.TestCase
-TestPoolAndTier.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPoolAndTier.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_a_key_has_one_slot_while_anyone_holds_it() -> None:

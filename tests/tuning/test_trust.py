@@ -32,8 +32,7 @@ SLOW = {
 CHAINS: dict[str, Any] = {
     **{
         f"{name}, {when}": {"load_policy": name, "load_when": when}
-        for name in LOAD_POLICIES
-        for when in ("sooner", "always")
+        for name, when in zip(LOAD_POLICIES, ("always", "sooner", "always"), strict=True)
     },
     "no promotion": {"promote": False},
 }

@@ -729,7 +729,7 @@ def test_no_token_differs_under_changes(tmp_path: Path, ranks: int) -> None:
     applied = 0
     with running(some[0], ranks, num_blocks=24) as engine:
         pending = None
-        for seed in range(6):
+        for seed in range(3):
             for prompt, max_tokens in workload(seed):
                 requests.append((engine.add(prompt, max_tokens), prompt))
                 for _ in range(rng.randrange(4)):
@@ -749,5 +749,5 @@ def test_no_token_differs_under_changes(tmp_path: Path, ranks: int) -> None:
         for request, prompt in requests:
             expected = answer(MODEL, prompt, request.max_tokens, ranks)
             assert request.output == expected[: len(request.output)], request.request_id
-        assert applied > 20 and engine.scheduler.preemptions > 0
+        assert applied > 8 and engine.scheduler.preemptions > 0
         assert tiers_of(engine) and scheduler_of(engine).jobs_in_flight == 0

@@ -108,7 +108,7 @@ class ResizedPool(PoolAndTier):
 
 
 TestResizedPool = ResizedPool.TestCase
-TestResizedPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestResizedPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def key(number: int) -> bytes:

@@ -311,7 +311,7 @@ store.close()
 @pytest.mark.timeout(600)
 @pytest.mark.fault
 def test_nine_processes_open_at_once(tmp_path: Path) -> None:
-    count = 100_000
+    count = 40_000
     fill_index(tmp_path, count)
     crowd = [Other(CROWD, tmp_path, n, count // 2) for n in range(9)]
     assert [one.hear() for one in crowd] == ["open"] * 9

@@ -18,6 +18,7 @@ from tiers.errors import TierFull
 
 pytestmark = pytest.mark.usefixtures("mode")
 MODES = ("buffered none", "direct batch", "buffered sync")
+BUFFERED = pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
 
 
 def check(store: DiskStore, others: bool = False) -> int:
@@ -38,42 +39,42 @@ def check(store: DiskStore, others: bool = False) -> int:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     chance = random.Random(11)
     served = 0
-    for round_ in range(8):
+    for round_ in range(4):
         child = started("churn", tmp_path, round_, 10**9)
         time.sleep(chance.uniform(0.0, 0.15))
         child.kill()
         with opened(tmp_path, slots=16) as store:
             served += check(store)
             assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
-    assert served > 40
+    assert served > 15
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["all of them in turn"], indirect=True)
-def test_killed_a_hundred_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
     served = 0
-    for round_ in range(100):
+    for round_ in range(36):
         monkeypatch.setenv(MODE, MODES[round_ % 3])
         child = started("churn", tmp_path, round_, 10**9)
         time.sleep(chance.uniform(0.0, 0.3))
         child.kill()
         with opened(tmp_path, slots=16) as store:
             served += check(store)
-    assert served > 500
+    assert served > 180
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.fault
-@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
-def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
+@BUFFERED
+def test_killed_again_and_again_beside_others(tmp_path: Path) -> None:
     chance = random.Random(6)
     served = 0
     crowd = [started("churn", tmp_path, seed, 10**9) for seed in range(2)]
-    for round_ in range(100):
+    for round_ in range(36):
         time.sleep(chance.uniform(0.0, 0.2))
         crowd.pop(0).kill()
         with opened(tmp_path, slots=16) as store:
@@ -84,16 +85,16 @@ def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
         child.kill()
     with opened(tmp_path, slots=16) as store:
         served += check(store)
-    assert served > 500
+    assert served > 180
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.fault
-@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+@BUFFERED
 def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
     chance = random.Random(7)
-    for round_ in range(24):
+    for round_ in range(12):
         child = started("shrink", tmp_path, round_)
         time.sleep(chance.uniform(0.0, 0.2))
         child.kill()
@@ -105,7 +106,7 @@ def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+@BUFFERED
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_inside(tmp_path: Path, point: str) -> None:
     for count in (1, 9):
@@ -117,7 +118,7 @@ def test_killed_inside(tmp_path: Path, point: str) -> None:
         assert list((tmp_path / "owners").iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+@BUFFERED
 def test_what_a_killed_one_left_on_the_disk_goes_as_another_opens_beside_a_third(
     tmp_path: Path,
 ) -> None:
@@ -141,6 +142,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@BUFFERED
 @pytest.mark.fault
 def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
     children = [running("churn", tmp_path, seed, 60) for seed in range(2)]
@@ -159,6 +161,7 @@ def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
     assert list((tmp_path / "owners").iterdir()) == []
 
 
+@BUFFERED
 @pytest.mark.fault
 def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> None:
     child = started("reserve", tmp_path)
@@ -180,6 +183,7 @@ def reboot(folder: Path) -> None:
         owner.rename(owner.with_name(f"{boot}.{owner.name.partition('.')[2]}"))
 
 
+@BUFFERED
 @pytest.mark.fault
 def test_a_reboot_after_the_last_one_closed_keeps_the_tier(tmp_path: Path) -> None:
     """Another had been killed by then: a tool whose session ended, or a rank that did not stop."""
@@ -195,6 +199,7 @@ def test_a_reboot_after_the_last_one_closed_keeps_the_tier(tmp_path: Path) -> No
         audit(store)
 
 
+@BUFFERED
 @pytest.mark.fault
 def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
     child = started("churn", tmp_path, 1, 10**9)

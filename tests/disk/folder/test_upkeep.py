@@ -478,7 +478,7 @@ def test_a_close_finds_no_step_under_way(tmp_path: Path, monkeypatch: pytest.Mon
     # Not 0: a thread that never rests takes its own lock again before a close that waits for it.
     monkeypatch.setattr(upkeep, "EVERY_S", 1e-3)
     others = set(threading.enumerate())
-    for _ in range(30):
+    for _ in range(10):
         store = open_disk(tmp_path, slots=4)
         store.touch(keys(0))
         store.close()

@@ -39,7 +39,11 @@ from tiers.disk.index.slot_allocator import PendingUses
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError, TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
-pytestmark = pytest.mark.usefixtures("mode")
+pytestmark = [
+    pytest.mark.usefixtures("mode"),
+    pytest.mark.parametrize("mode", ["buffered none"], indirect=True),
+]
+"""How slabs are read and written is nothing to the index."""
 
 
 @pytest.mark.fault

@@ -129,6 +129,26 @@ def is_as_of_one_engine(run_vllm: Callable[..., Run], turns: Turns) -> bool:
     return [answer for _, answer in turns] == [batch[0] for batch in run.tokens]
 
 
+def stored(node: Node, tier: str = "ours/redis") -> float:
+    return float(node.measured()["tiers"].get(tier, {}).get("stored_blocks", 0))
+
+
+def others() -> Iterator[list[int]]:
+    """Prompts that begin as no turn does."""
+    return (documents(1, SAID, seed)[0] for seed in count(1000))
+
+
+def wait_until_tiers_join(
+    pair: Apart, prompts: Iterator[list[int]], tier: str = "ours/redis"
+) -> float:
+    """They do once the weights are identified: what is computed before is stored nowhere. How many
+    blocks both have stored by then."""
+    for node in pair.nodes:
+        while not stored(node, tier):
+            node.ask(next(prompts), 1, {})
+    return sum(stored(node, tier) for node in pair.nodes)
+
+
 def test_what_one_node_computes_the_other_finds_in_the_next_turn(
     start: Start, shared_server: RedisServer, tmp_path: Path, run_vllm: Callable[..., Run]
 ) -> None:
@@ -138,6 +158,7 @@ def test_what_one_node_computes_the_other_finds_in_the_next_turn(
     extra = config["kv_connector_extra_config"]
     extra |= {"load_policy": "first", "connectors": extra["connectors"][::-1]}
     pair = start((36, 64), config, config)
+    before = wait_until_tiers_join(pair, others())
     turns = conversations(pair, 4)
     assert is_as_of_one_engine(run_vllm, turns)
 
@@ -147,7 +168,7 @@ def test_what_one_node_computes_the_other_finds_in_the_next_turn(
     assert found == 2 * BLOCK_TOKENS * sum(map(full, ends[:-1])), "answers, too"
     assert prefill["tiers"]["ours/redis"]["loaded_tokens"] == prefill["total"][EXTERNAL] > 0
     stored = [node["tiers"]["ours/redis"]["stored_blocks"] for node in (prefill, decode)]
-    assert sum(stored) == 2 * full(ends[-1]), "each block once"
+    assert sum(stored) == before + 2 * full(ends[-1]), "each block once"
     assert all(stored)
     assert decode["tiers"]["ours/redis"]["loaded_tokens"] == 0
     pulled = decode["total"][HITS] + decode["total"][EXTERNAL]
@@ -171,13 +192,13 @@ def test_under_vllms_multi_connector_either_comes_first(
     listed[0].pop("name")
     listed.sort(key=lambda one: one["kv_connector"], reverse=first != "ours")
     pair = start((36, 64), *[{**config, "kv_connector_extra_config": {"connectors": listed}}] * 2)
-    for node in pair.nodes:
-        node.ask([3], 1, {})  # the tiers open with the first step
+    before = wait_until_tiers_join(pair, others(), "redis")
     turns = conversations(pair, 2)
     assert is_as_of_one_engine(run_vllm, turns)
     measured = [node.measured(PULLED) for node in pair.nodes]
     assert measured[1]["total"][PULLED] > 0 or first == "ours"  # which may have all by then
-    assert sum(one["tiers"]["redis"]["stored_blocks"] for one in measured) == 2 * full(2 * TURN)
+    stored = sum(one["tiers"]["redis"]["stored_blocks"] for one in measured)
+    assert stored == before + 2 * full(2 * TURN)
 
 
 @pytest.mark.fault
@@ -187,6 +208,7 @@ def test_the_decode_node_has_what_was_said_from_tiers_and_pulls_just_the_rest(
     """Each node has tiers of its own. Where either fails, that is computed."""
     own = [apart(disk(tmp_path / role), store="all") for role in ("prefill", "decode")]
     pair = start((26, 26), *own)
+    wait_until_tiers_join(pair, others(), "ours/disk")
     turns = conversations(pair, 3)
     decode = pair.decode.measured(HITS, EXTERNAL, PULLED)
     assert loaded(decode) >= BLOCK_TOKENS * full(TURN)
@@ -254,17 +276,6 @@ def test_each_side_and_the_server_are_killed_and_started_and_no_other_request_fa
     wait_until_nothing_is_kept(pair)
 
 
-def stored(node: Node) -> float:
-    return float(node.measured()["tiers"]["ours/redis"].get("stored_blocks", 0))
-
-
-def wait_until_tiers_join(pair: Apart, prompts: Iterator[list[int]]) -> None:
-    """They do once the weights are identified."""
-    for node in pair.nodes:
-        while not stored(node):
-            node.ask(next(prompts), 1, {})
-
-
 def test_behind_kv_of_other_weights_nothing_is_stored(
     start: Start, shared_server: RedisServer, tmp_path: Path
 ) -> None:
@@ -277,7 +288,7 @@ def test_behind_kv_of_other_weights_nothing_is_stored(
 
     config = apart({"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)})
     pair = start((26, 26), config, config, change=change)
-    prompts = (documents(1, SAID, seed)[0] for seed in count())
+    prompts = others()
 
     wait_until_tiers_join(pair, prompts)
     before = stored(pair.decode)
@@ -296,7 +307,7 @@ def test_behind_kv_of_another_adapter_of_the_same_name_nothing_is_stored(
     config = apart({"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)})
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
     pair = start((26, 26), config, config, **lora)
-    prompts = (documents(1, SAID, seed)[0] for seed in count())
+    prompts = others()
 
     def stores_behind(folder: Path, meanwhile: Callable[[], object] = int) -> bool:
         """Whether the decode node does, of an adapter that the prefill node has identified."""

@@ -29,7 +29,7 @@ from tiers.cpu.spec import CpuSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
-ENGINES, MIXED = 5, 2
+ENGINES, MIXED = 3, 2
 LONG = documents(4, 400)
 REQUESTS = [(LONG[number % 4][: 400 - 16 * number] + [number + 3] * 40, 8) for number in range(12)]
 BATCHES = [*([one] for one in REQUESTS[:4]), REQUESTS, REQUESTS[::-1]]

@@ -148,14 +148,15 @@ def test_two_hundred_requests(run_vllm: Callable[..., Run], small_disk: Path) ->
 
 
 @pytest.mark.fault
-def test_two_hundred_requests_beside_pests(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+def test_requests_beside_pests(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
     """Clients that do harm to the control socket change no answer, and fail no request."""
     tiers = [{"type": "cpu", "capacity": "64MiB"}]
-    usual = run_vllm([REQUESTS], tiers, enable_prefix_caching=False)
+    some = REQUESTS[:100]
+    usual = run_vllm([some], tiers, enable_prefix_caching=False)
     pests = [Pest(tmp_path) for _ in range(4)]
     for pest in pests:
         pest.start()
-    run = run_vllm([REQUESTS], tiers, enable_prefix_caching=False, control=tmp_path)
+    run = run_vllm([some], tiers, enable_prefix_caching=False, control=tmp_path)
     for pest in pests:
         pest.done.set()
         pest.join()
@@ -163,4 +164,4 @@ def test_two_hundred_requests_beside_pests(run_vllm: Callable[..., Run], tmp_pat
     assert min(pest.answers for pest in pests) > 0
     for name, one in {"without": usual, "beside pests": run}.items():
         late = sorted(ttft for ttft in one.ttft[0])
-        print(f"{name}: TTFT p50 {late[100]:.3f} s, p99 {late[198]:.3f} s")
+        print(f"{name}: TTFT p50 {late[50]:.3f} s, p99 {late[98]:.3f} s")

@@ -28,7 +28,6 @@ def features(tiny_llama: Path, folder: Path) -> dict[str, tuple[dict[str, Any], 
     """The options of each engine, and the tokens that it is to load."""
     found: dict[str, tuple[dict[str, Any], int]] = {
         "as it is": ({}, COMPLETE),
-        "blocks of 64 tokens": ({"block_size": 64, "num_gpu_blocks_override": 20}, COMPLETE),
         "blocks of 128 tokens": ({"block_size": 128, "num_gpu_blocks_override": 10}, 3 * 512),
         "other hashes": ({"prefix_caching_hash_algo": "sha256_cbor"}, COMPLETE),
     }

@@ -58,15 +58,24 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(one) for one in made]
 
 
+@pytest.fixture(scope="module")
+def base(run_vllm: Callable[..., Run]) -> list[list[int]]:
+    """What the tiny model says to the second prompt."""
+    return run_vllm([ASKED[1]], **IN_PLACE, **IN_PROCESS).tokens[0]
+
+
 def is_never_another_s(
-    run_vllm: Callable[..., Run], disk: dict[str, Any], told: dict[int, Any], **options: Any
+    run_vllm: Callable[..., Run],
+    base: list[list[int]],
+    disk: dict[str, Any],
+    told: dict[int, Any],
+    **options: Any,
 ) -> None:
     """Run an engine whose weights change where it is `told`, over a disk, and then a replica of
     the weights that it began with: both answer as engines without tiers."""
     rounds = [ASKED[0], *ASKED * 3 * len(told)]
     told = {1 + number * 3 * len(ASKED): what for number, what in told.items()}
     plain = run_vllm(rounds, told=told, **IN_PLACE, **options)
-    (base,) = run_vllm([ASKED[1]], **IN_PLACE, **IN_PROCESS).tokens
     answers = {(tuple(tokens), at % 2) for at, (tokens,) in enumerate(plain.tokens[1:])}
     assert len(answers) == 2 * len(told), "each change of the weights must matter"
 
@@ -82,7 +91,7 @@ def is_never_another_s(
 
 @pytest.mark.fault
 def test_a_trainer_in_the_engines_process(
-    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+    run_vllm: Callable[..., Run], base: list[list[int]], tmp_path: Path, policies: list[str]
 ) -> None:
     """As one that shares its devices does: loads parameters, sleeps, and resets by default; then
     one that copies over them and resets nothing, of which the engine itself would serve old KV."""
@@ -94,12 +103,12 @@ def test_a_trainer_in_the_engines_process(
         1: [*sleeps, ("collective_rpc", reloads), ("reset_prefix_cache", {})],
         2: [("copy_in_place", {"path": policies[2]})],
     }
-    is_never_another_s(run_vllm, disk, told, **AHEAD)
+    is_never_another_s(run_vllm, base, disk, told, **AHEAD)
 
 
 @pytest.mark.faults
 def test_a_trainer_beside_the_engine(
-    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+    run_vllm: Callable[..., Run], base: list[list[int]], tmp_path: Path, policies: list[str]
 ) -> None:
     """Whose worker extension loads what it sends, and which then resets by default."""
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
@@ -109,12 +118,12 @@ def test_a_trainer_beside_the_engine(
         for number, one in enumerate(sent)
     }
     options = {"is_async": True, "worker_extension_cls": "tests.engine.vllm.training.Trained"}
-    is_never_another_s(run_vllm, disk, told, **options)
+    is_never_another_s(run_vllm, base, disk, told, **options)
 
 
 @pytest.mark.faults
 def test_weights_change_under_vllms_own_connector(
-    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+    run_vllm: Callable[..., Run], base: list[list[int]], tmp_path: Path, policies: list[str]
 ) -> None:
     """Which no reset of the engine's own cache reaches, either. Its loads are not looked at."""
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
@@ -130,7 +139,6 @@ def test_weights_change_under_vllms_own_connector(
     policy = run_vllm(rounds, told=told, kv_transfer_config=tiers, **IN_PLACE, **IN_PROCESS)
     assert policy.tokens == plain.tokens
     assert policy.cached[3:] == [[0], [FULL], [0], [0]]
-    (base,) = run_vllm([other], **IN_PLACE, **IN_PROCESS).tokens
     replica = run_vllm(ASKED, kv_transfer_config=tiers, **IN_PLACE, **IN_PROCESS)
     assert replica.tokens == [plain.tokens[0], base]
     assert replica.cached == [[FULL], [0]]
@@ -139,7 +147,7 @@ def test_weights_change_under_vllms_own_connector(
 @pytest.mark.faults
 @pytest.mark.fault
 def test_weights_are_transferred(
-    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+    run_vllm: Callable[..., Run], base: list[list[int]], tmp_path: Path, policies: list[str]
 ) -> None:
     """An engine with a weight_transfer_config shares nothing from the start."""
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
@@ -153,7 +161,6 @@ def test_weights_are_transferred(
     policy = run_vllm(rounds, [disk], told=told, settled=True, **options)
     assert policy.tokens == plain.tokens
     assert policy.cached == [[0], [FULL], [0], [0], [FULL]]
-    (base,) = run_vllm([other], **IN_PLACE, **IN_PROCESS).tokens
     replica = run_vllm(ASKED, [disk], **IN_PLACE, **IN_PROCESS)
     assert replica.tokens == [plain.tokens[0], base]
     assert replica.cached == [[0], [0]]
@@ -178,12 +185,24 @@ def test_running_requests_are_reset(run_vllm: Callable[..., Run], tmp_path: Path
     assert replica.cached == [[FULL], [0]]
 
 
+@pytest.fixture(scope="module")
+def trained(run_vllm: Callable[..., Run], policies: list[str]) -> list[list[int]]:
+    """What other weights, which a trainer wrote over them, say to the first prompt."""
+    told = {0: [("train_in_place", {"path": policies[0]}), ("reset_prefix_cache", {})]}
+    before = {"before": {"start": ["plain_linears"]}}
+    return run_vllm([ASKED[0]], told=told, **before, **IN_PROCESS).tokens[0]
+
+
 @pytest.mark.faults
 @pytest.mark.fault
 @pytest.mark.parametrize("hosts", ["kvtiers", "vllm"])
 @pytest.mark.parametrize("reset_connector", [False, True])
 def test_a_reset_that_the_engine_refuses(
-    run_vllm: Callable[..., Run], policies: list[str], reset_connector: bool, hosts: str
+    run_vllm: Callable[..., Run],
+    trained: list[list[int]],
+    policies: list[str],
+    reset_connector: bool,
+    hosts: str,
 ) -> None:
     """Requests run on over it, and what the engine itself keeps is of weights of before. It is
     served from there, but never from a tier."""
@@ -196,15 +215,13 @@ def test_a_reset_that_the_engine_refuses(
     options: dict[str, Any] = {"before": {"start": ["plain_linears"]}}
     options["num_gpu_blocks_override"] = 70
     one, other = ASKED
-    told = {0: [("train_in_place", {"path": policies[0]}), ("reset_prefix_cache", {})]}
-    (true,) = run_vllm([one], told=told, **options, **IN_PROCESS).tokens
     rounds = [one, one, others, one, others, other, others, other]
     policy = run_vllm(
         rounds, told={1: [("change_under_a_request", changed)]}, settled=True, **options, **over
     )
     assert policy.cached[1] == [FULL], "the engine's own cache has it"
-    assert policy.tokens[0] != policy.tokens[1] != true, "the weights must matter"
-    assert (policy.tokens[3], policy.cached[3]) == (true, [0])
+    assert policy.tokens[0] != policy.tokens[1] != trained, "the weights must matter"
+    assert (policy.tokens[3], policy.cached[3]) == (trained, [0])
     is_served = hosts == "kvtiers"
     assert policy.cached[7] == [FULL * is_served], "what is computed since is stored"
 

@@ -36,12 +36,11 @@ def drafting(
     return make
 
 
-@pytest.mark.parametrize("load", LOAD_POLICIES)
 @pytest.mark.parametrize("prompt", [[*PREFIX, 1], PREFIX], ids=["more", "full blocks"])
 def test_a_block_that_the_engine_leaves_out_of_its_own_hits_is_not_loaded_back(
-    drafting: Callable[..., ReplayEngine], load: str, prompt: list[int]
+    drafting: Callable[..., ReplayEngine], prompt: list[int]
 ) -> None:
-    made = drafting(load)
+    made = drafting("stitched")
     made.generate(prompt, 2)
     made.settle()
     warm = made.generate(prompt, 2)

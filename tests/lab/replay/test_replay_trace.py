@@ -60,8 +60,9 @@ def test_a_request_that_comes_again_is_loaded() -> None:
     assert report.ttft_p50 == pytest.approx(2 * 0.002 + 100 * BLOCK_BYTES / 8e6 + 5 / 4000)
 
 
-@pytest.mark.parametrize("policy", LOAD_POLICIES)
-@pytest.mark.parametrize("when", ["sooner", "always"])
+@pytest.mark.parametrize(
+    ("policy", "when"), zip(LOAD_POLICIES, ("sooner", "always", "sooner"), strict=True)
+)
 def test_simulation_and_replay_agree(policy: str, when: str) -> None:
     requests = chats(3)
     tiers = chain(cpu(90), disk(400), given(), load_policy=policy, load_when=when)

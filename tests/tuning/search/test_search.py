@@ -68,7 +68,7 @@ def test_order_the_faster_tier_first(fast: str) -> None:
     """The fast one has room for what comes often alone."""
     slow = {"load_bandwidth": 4 * MB}
     media: Media = {kind: (200, {}) if kind == fast else (1000, slow) for kind in ("disk", "redis")}
-    found = tuned(hot_and_cold(600), budget(media))
+    found = tuned(hot_and_cold(600), budget(media), 30)
     assert order(found) == [fast, *({"disk", "redis"} - {fast})]
     judged = found.judged
     assert judged["none"].report.ttft_mean > 2 * judged["chosen"].report.ttft_mean
