@@ -56,10 +56,8 @@ def waker() -> Callable[[], None]:
     core = caller(EngineCore)
 
     def wake() -> None:
-        requests = getattr(core, "input_queue", None)
-        wakeup = getattr(EngineCoreRequestType, "WAKEUP", None)
-        if requests is not None and wakeup is not None:
-            requests.put_nowait((wakeup, None))
+        if (requests := getattr(core, "input_queue", None)) is not None:
+            requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     return wake
 
