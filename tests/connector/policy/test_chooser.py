@@ -363,19 +363,6 @@ def test_a_chain_within_this_one_applies_the_limits_of_a_request_itself(
 
 
 @pytest.mark.parametrize(
-    ("rate", "tokens", "child"),
-    [(FAST, 512, 0), (FAST, 768, 0), (FAST, 1008, 1), (SLOW, 64, 1), (SLOW, 0, None)],
-)
-def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
-    rate: float, tokens: int, child: int | None
-) -> None:
-    chain = Chain(ours(768, rate), foreign(tokens))
-    assert [*chain.loaders()] == ([] if child is None else [child])
-    assert chain.children[1].asked == 1, "it may reset its state of the request each time"
-    assert Chain(ours(768, rate), foreign(None)).choose().tokens is None, "it may have more"
-
-
-@pytest.mark.parametrize(
     ("has", "following", "expected"),
     [
         ([(64, True), (32, True)], [1], Choice(None, 96, True, pieces=((0, 64), (1, 32)))),

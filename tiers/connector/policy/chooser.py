@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -81,13 +81,11 @@ class Chooser:
     The policy orders the tiers; what it plans is compared with computing (see `Comparison`), and
     planned again without tiers that would be later.
 
-    A child that is no `BlockLoader` (another connector of the engine) loads the whole prefix it
-    reports or nothing. So it never shares a request with tiers: `stitched` gives it one alone where
-    it has more than our tiers are to load, and one with more than `max_load_tokens` does not serve.
-    Nor is it known how long its loads take: they are not compared with computing.
-
-    Of connectors alone, some can load what is behind the prefix that others load (`following`, by
-    their places): `stitched` asks these as if that prefix were computed.
+    Its children are tiers of ours or, where no `BlockLoader` is among them, other connectors of the
+    engine. Each of those loads the whole prefix it reports or nothing, so that one with more than
+    `max_load_tokens` does not serve. Nor is it known how long its loads take: they are not compared
+    with computing. Some can load what is behind the prefix that others load (`following`, by their
+    places): `stitched` asks these as if that prefix were computed.
     """
 
     def __init__(
@@ -243,9 +241,8 @@ class Chooser:
         verdict = comparison.choose(partial(self._propose, question, planned), wish)
         for child in self._loaders.keys() - question.looking.keys():
             self._waits.answered(child, request_state, self._loaders[child])
-        others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
-        if others_look or comparison.hopes(hopes, verdict, wish):
+        if comparison.hopes(hopes, verdict, wish):
             return PENDING
         choice = NO_LOAD if verdict.plan is None else verdict.plan.choice
         return choice._replace(
@@ -266,8 +263,8 @@ class Chooser:
         if but or blocks is not None:
             choice = self._apply_policy(question._replace(but=but))
         if not choice.tokens:
-            return None  # nothing, or another connector of the engine is still looking
-        if choice.child in self._loaders:
+            return None
+        if choice.child is not None:
             start = question.computed // self._block_tokens
             alone = range(start, start + choice.tokens // self._block_tokens)
             choice = choice._replace(shares={choice.child: [alone]})
@@ -275,14 +272,13 @@ class Chooser:
 
     def _plan(self, choice: Choice) -> _Plan:
         parts = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
-        measured = parts if parts.keys() <= self._comparison.meters.keys() else {}
-        return _Plan(choice, measured, self._block_tokens)
+        return _Plan(choice, parts, self._block_tokens)
 
     # -- policies ----------------------------------------------------------------------------
 
-    def _one_child(self, question: _Question, but: Container[int] = ()) -> Choice:
-        """The one child that loads, of those that may and are not in `but`: of `first` the first
-        that has tokens, else the one that has most, of several the first.
+    def _one_child(self, question: _Question) -> Choice:
+        """The one child that loads, of those that may: of `first` the first that has tokens, else
+        the one that has most, of several the first.
 
         Of `first` a child that is still looking holds back those below it, which are asked all the
         same, so that look-ups of several children run at once. Else it is waited for, unless
@@ -290,7 +286,7 @@ class Chooser:
         """
         best, looking = NO_LOAD, False
         for index in self._order:
-            if index in but or not self._may_load(index, question):
+            if not self._may_load(index, question):
                 continue
             tokens, is_async = self._ask(index, question)
             if tokens is None:
@@ -307,13 +303,8 @@ class Chooser:
         blocks = self._blocks(question)
         found = self._stitch_of(loaders, question, blocks)
         tokens = self._tokens(found, blocks)
-        if tokens < question.loadable:
-            alone = self._one_child(question, but=self._loaders)
-            looking = found.looking and question.waits
-            if alone.tokens is None or (looking and alone.tokens < question.loadable):
-                return PENDING
-            if alone.tokens > tokens:
-                return alone
+        if found.looking and question.waits and tokens < question.loadable:
+            return PENDING
         if not tokens:
             return NO_LOAD
         plan = self._stitched(found, tokens)
