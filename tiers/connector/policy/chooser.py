@@ -373,7 +373,6 @@ class Chooser:
         request_state = question.request_state
         _, child = self._children[index]
         answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
-        question.notes.reported(index, answer[0])
         limit = request_state.limits.max_load_tokens
         if limit is not None and (answer[0] or 0) > question.loadable:
             answer = 0, False
