@@ -208,8 +208,7 @@ class Chooser:
         self._forget(request_state, None)
         self._waits.decided(request_state)
         self.gone(request_state)
-        used = choice.shares or ({choice.child: []} if choice.child is not None else {})
-        self._comparison.decided(used, choice.probed, choice.seconds)
+        self._comparison.decided(choice.shares or {}, choice.probed, choice.seconds)
         if choice.tokens:
             return
         for index in self._loaders.keys() & choice.passed.keys():
