@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, leading, usable, waves
-from tiers.loading.shares import HeldRun, LoadPace, Piece, share
+from tiers.loading.shares import HeldRun, Piece
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -106,18 +106,6 @@ def stitched(
     shares = _shares(pieces, blocks.start)
     is_looking = looking and stop < len(blocks)
     return Stitch(shares, blocks.start + stop, is_looking, blocks.start + body)
-
-
-def shared(
-    children: Mapping[int, Coverage],
-    blocks: range,
-    window: int,
-    paces: Mapping[int, LoadPace],
-    last: Callable[[int], int],
-) -> Stitch:
-    """As `stitched`, but all children that hold a part of the prefix load it at once, shared so
-    that its last block comes soonest. `paces`, `last`: see `share`."""
-    return stitched(children, blocks, window, lambda runs: share(runs, paces, last)[0])
 
 
 def _stretches(levels: Mapping[int, Sequence[int]], blocks: range, least: int) -> list[HeldRun]:

@@ -16,7 +16,6 @@ from tiers.connector.policy.choice import (
     Stitch,
     behind,
     clip,
-    shared,
     stitched,
     tokens_of_each,
 )
@@ -25,7 +24,7 @@ from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.comparison import BESIDE, LATE, SLOWER, Comparison, Wish
-from tiers.loading.shares import LoadPace
+from tiers.loading.shares import LoadPace, share
 
 COUNTED = {
     SLOWER: "recompute_preferred",
@@ -309,13 +308,13 @@ class Chooser:
         plan = self._stitched(found, tokens)
         blocks = range(blocks.start, found.stop)  # shared out it ends no later
 
-        def share(paces: Mapping[int, LoadPace], last: Callable[[int], int]) -> _Plan:
+        def shared(paces: Mapping[int, LoadPace], last: Callable[[int], int]) -> _Plan:
             held = self._coverage_of(paces, question)
-            found = shared(held, blocks, self._window, paces, last)
+            found = stitched(held, blocks, self._window, lambda runs: share(runs, paces, last)[0])
             return self._stitched(found, min(tokens, self._tokens(found, blocks)))
 
         if len(loaders) > 1:
-            plan = self._comparison.shared(loaders, plan, share)
+            plan = self._comparison.shared(loaders, plan, shared)
         return plan.choice
 
     def _piecewise(self, question: _Question) -> Choice:
