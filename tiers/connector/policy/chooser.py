@@ -37,7 +37,7 @@ COUNTED = {
 class _Question(NamedTuple):
     """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
 
-    `asked`: answers of other connectors so far. `notes`: hear of all answers. `looking`: our tiers
+    `asked`: connectors of the engine that were. `notes`: hear of all answers. `looking`: our tiers
     that have no answer yet, and for which blocks. `waits`: whether the policy waits for those that
     look, or takes them to have nothing. `but`: children that may not load.
     """
@@ -45,7 +45,7 @@ class _Question(NamedTuple):
     request_state: RequestState
     computed: int
     loadable: int
-    asked: dict[int, tuple[int | None, bool]]
+    asked: set[int]
     notes: Attempt
     looking: dict[int, range]
     waits: bool
@@ -166,7 +166,7 @@ class Chooser:
             planned = self._apply_policy(question)
             choice = self._compared(question, planned) if planned.tokens is not None else PENDING
         if choice.tokens is not None:
-            for index in self._foreign.keys() - question.asked.keys():
+            for index in self._foreign.keys() - question.asked:
                 self._foreign[index].get_num_new_matched_tokens(
                     request_state.request, num_computed_tokens
                 )
@@ -186,7 +186,7 @@ class Chooser:
         loadable = loadable if limit is None else min(loadable, limit)
         loadable -= loadable % self._block_tokens
         waits = self._comparison.token_seconds is None
-        return _Question(request_state, num_computed_tokens, loadable, {}, notes, {}, waits)
+        return _Question(request_state, num_computed_tokens, loadable, set(), notes, {}, waits)
 
     @staticmethod
     def _forget(request_state: RequestState, versions: Hashable) -> None:
@@ -366,16 +366,12 @@ class Chooser:
             tokens = self._tokens(found, blocks)
             looking = found.looking and question.waits
             return (None, False) if looking else (tokens, tokens > 0)
-        if index in question.asked:
-            return question.asked[index]
+        question.asked.add(index)
         request_state = question.request_state
         _, child = self._children[index]
         answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
         limit = request_state.limits.max_load_tokens
-        if limit is not None and (answer[0] or 0) > question.loadable:
-            answer = 0, False
-        question.asked[index] = answer
-        return answer
+        return (0, False) if limit is not None and (answer[0] or 0) > question.loadable else answer
 
     def _stitch_of(self, loaders: Sequence[int], question: _Question, blocks: range) -> Stitch:
         """What these have together, put together once for a request that waits while nothing
