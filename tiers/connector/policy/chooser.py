@@ -70,7 +70,7 @@ class _Plan(NamedTuple):
     def behind(self, first: _Plan) -> _Plan:
         shares = behind(self.choice.shares or {}, first.choice.shares or {})
         tokens = max(self.tokens, first.tokens)
-        choice = Choice(None, tokens, True, shares)
+        choice = Choice(tokens, True, shares)
         return _Plan(choice, tokens_of_each(choice, tokens, self.size), self.size)
 
 
@@ -260,13 +260,7 @@ class Chooser:
             question = question._replace(loadable=loadable)
         if but or blocks is not None:
             choice = self._apply_policy(question._replace(but=but))
-        if not choice.tokens:
-            return None
-        if choice.child is not None:
-            start = question.computed // self._block_tokens
-            alone = range(start, start + choice.tokens // self._block_tokens)
-            choice = choice._replace(shares={choice.child: [alone]})
-        return self._plan(choice)
+        return self._plan(choice) if choice.tokens else None
 
     def _plan(self, choice: Choice) -> _Plan:
         parts = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
@@ -290,11 +284,19 @@ class Chooser:
             if tokens is None:
                 looking = True
             elif tokens > (best.tokens or 0):
-                best = Choice(index, tokens, is_async)
+                best = self._alone(index, question, tokens, is_async)
                 suffices = not looking if self._takes_first else tokens >= question.loadable
                 if suffices:
                     return best
         return PENDING if looking else best
+
+    def _alone(self, index: int, question: _Question, tokens: int, is_async: bool) -> Choice:
+        if index not in self._loaders:
+            return Choice(tokens, is_async, pieces=((index, tokens),))
+        start = self._blocks(question).start
+        return Choice(
+            tokens, is_async, {index: [range(start, start + tokens // self._block_tokens)]}
+        )
 
     def _stitch(self, question: _Question) -> Choice:
         loaders = [i for i in self._loaders if self._may_load(i, question)]
@@ -336,16 +338,14 @@ class Chooser:
                 pieces.append((index, found))
                 tokens += found
             elif not before and found > (alone.tokens or 0):
-                alone = Choice(index, found, is_async)
+                alone = self._alone(index, question, found, is_async)
         if (alone.tokens or 0) > tokens:
             return alone
-        if len(pieces) > 1:
-            return Choice(None, tokens, True, pieces=tuple(pieces))
-        return Choice(*pieces[0], True) if pieces else NO_LOAD
+        return Choice(tokens, True, pieces=tuple(pieces)) if pieces else NO_LOAD
 
     def _stitched(self, found: Stitch, tokens: int) -> _Plan:
         shares = clip(found.shares, tokens // self._block_tokens)
-        return self._plan(Choice(None, tokens, True, shares))
+        return self._plan(Choice(tokens, True, shares))
 
     # -- asking ------------------------------------------------------------------------------
 
