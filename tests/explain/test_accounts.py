@@ -1,4 +1,4 @@
-"""Connectors of the engine's own beside our tiers: told of them is what the engine shows."""
+"""What an account tells where tiers are late, and where the engine takes what others have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.children import BlockTier, Tier
+from tests.support.children import BlockTier
 from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
@@ -44,25 +44,6 @@ class Engine:
         return self.known.accounts.of(notes)
 
 
-def test_one_that_serves() -> None:
-    engine = Engine(BlockTier("xx"), Tier(tokens=40))
-    engine.begin()
-    assert engine.told()["attempts"][0]["loaded"] == {}, "not known before it runs"
-    engine.run(40)
-    told = engine.told()
-    assert told["holds"]
-    assert told["attempts"][0]["loaded"] == {"tier-1": 40}
-    assert told["attempts"][0]["computed"] == 2
-    assert tier_of(told, "tier-1") == {
-        "tier": "tier-1",
-        "said_tokens": 40,
-        "why": "served",
-        "tokens": 40,
-    }
-    assert tier_of(told, "tier-0")["why"] == "above"
-    assert told["external_hits"] == {"engine": 40, "tiers": {"tier-1": 40}}
-
-
 def test_one_that_has_not_answered_in_time() -> None:
     engine = Engine(BlockTier(""), BlockTier(None))
     engine.chain.computed(1_000_000_000, 0.001)  # so fast that nothing is waited for twice
@@ -72,16 +53,6 @@ def test_one_that_has_not_answered_in_time() -> None:
     engine.run(0)
     told = engine.told()
     assert [tier_of(told, f"tier-{place}")["why"] for place in (0, 1)] == ["miss", "late"]
-
-
-def test_one_that_serves_less_than_it_said() -> None:
-    engine = Engine(BlockTier(""), Tier(tokens=40))
-    engine.begin()
-    engine.run(16)
-    told = engine.told()
-    assert told["holds"]
-    assert told["attempts"][0]["loaded"] == {"tier-1": 16}
-    assert told["attempts"][0]["computed"] == 26
 
 
 @pytest.mark.parametrize(("held", "why"), [("x" * 10, "elsewhere"), ("", "miss")])

@@ -41,7 +41,7 @@ def serve(known: Explanations, one: Any, attempts: int = 1) -> None:
         for tier in range(TIERS):
             notes.watch(tier, lambda blocks: [0] * len(blocks))(range(16))
         shares = {tier: [range(4 * tier, 4 * tier + 4)] for tier in range(TIERS)}
-        known.begins(one, Choice(None, 64, True, shares), shares, 64, {})
+        known.begins(one, Choice(64, True, shares), shares, 64, {})
         known.runs(first_step(one.request_id, 0, 64))
     known.ended(one)
 

@@ -177,7 +177,6 @@ class StreamedEngine(ReplayEngine):
         model: Model,
         runner: Runner,
         patch: pytest.MonkeyPatch,
-        tells_of_sleep: bool = True,
         **options: Any,
     ) -> None:
         self.device, self.threads, self.clock = model, LateThreads(model), Clock()
@@ -189,11 +188,9 @@ class StreamedEngine(ReplayEngine):
         for module in (cuda, loading, offloading_worker, host_slots, checksums):
             patch.setattr(module, "IoExecutor", self.threads.executor)
         patch.setattr(loading, "wait_a_moment", lambda futures: None)
-        for module in (cuda, loading, offloading_worker, checksums):
+        for module in (loading, offloading_worker, checksums):
             patch.setattr(module, "wait", self.threads.wait)
-        self.tells_of_sleep = tells_of_sleep
-        opener = partial(StreamedCopier, in_step=not tells_of_sleep)
-        options |= {"open_copier": opener, "make_worker": StreamedWorker, "now": self.clock}
+        options |= {"open_copier": StreamedCopier, "make_worker": StreamedWorker, "now": self.clock}
         super().__init__(chain, runner.model, **options)
         (only,) = self.workers
         assert isinstance(only, StreamedWorker) and only.connector is not None
@@ -236,13 +233,9 @@ class StreamedEngine(ReplayEngine):
                 self.threads.run()
         connector = self.rank.connector
         assert connector is not None
-        if self.tells_of_sleep:
-            # Engines wait for the device before; what the copier has queued by then is of no
-            # account.
-            Mark(self.device.compute).reach()
-            connector.unregister_kv_caches()
-        else:
-            self.device.drain()
+        # Engines wait for the device before; what the copier has queued by then is of no account.
+        Mark(self.device.compute).reach()
+        connector.unregister_kv_caches()
         for layer in self.rank.kv.values():
             layer.fill_(-7)
         # What was allocated beside it goes with it, as vLLM's pool of memory has it.
@@ -254,8 +247,7 @@ class StreamedEngine(ReplayEngine):
         self.scheduler.pool.forget_all()
         assert self.connector is not None
         self.connector._requests.cache_emptied()  # engines reset their own cache before
-        if self.tells_of_sleep:
-            connector.restore_kv_caches()
+        connector.restore_kv_caches()
 
     def settle(self, but: str = "") -> None:
         """Let all threads, but those named so, end what they do."""

@@ -241,13 +241,6 @@ def sleep_behind_a_gather(model: Model, patch: pytest.MonkeyPatch) -> None:
     load_again(engine)
 
 
-def sleep_without_a_word(model: Model, patch: pytest.MonkeyPatch) -> None:
-    """So it is where the engine waits for its device alone, and tells nobody."""
-    engine = verified(model, patch, tells_of_sleep=False)
-    engine.sleep()
-    load_again(engine)
-
-
 def load_before_the_checksum(model: Model, patch: pytest.MonkeyPatch) -> None:
     """A block that is asked for before its checksum is known is not taken for damaged."""
     load_again(verified(model, patch), but="checksum")
@@ -268,7 +261,6 @@ ENDS = [
     load_from_a_store,
     end_in_the_middle,
     sleep_behind_a_gather,
-    sleep_without_a_word,
     close_behind_a_gather,
     overwrite_behind_a_gather,
     fail_in_a_gather,

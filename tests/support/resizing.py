@@ -23,7 +23,7 @@ def resize(engine: ReplayEngine, spec: OffloadingSpec, capacity: int) -> list[st
     resized = spec.model_copy(update={"capacity": capacity})
     reasons = [reason for worker in workers if (reason := worker.prepare_resize(resized))]
     for worker in workers:
-        worker.abort_resize() if reasons else worker.resize(resized)
+        worker.abort_resize() if reasons else worker.retune(resized)
     if not reasons:
-        scheduler.resize(resized)
+        scheduler.retune(resized, scheduler._chain)
     return reasons

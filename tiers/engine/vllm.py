@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -79,7 +78,6 @@ from tiers.engine.vllm_watch import (
     before_resets,
     before_sleeps,
     caller,
-    copies_in_step,
     fill_scales,
     marks_of_requests,
     require_worker,
@@ -433,8 +431,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
-            opener = partial(open_copier, in_step=copies_in_step(vllm_config))
-            MultiWorker.__init__(self, *worker_parts(chain, info, opener))
+            MultiWorker.__init__(self, *worker_parts(chain, info, open_copier))
             before_sleeps(vllm_config, self._worker, self.unregister_kv_caches)
         else:
             MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))

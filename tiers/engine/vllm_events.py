@@ -49,16 +49,14 @@ def _extra_keys(request: Any, first: int, size: int, blocks: int) -> list[Any] |
 class GroupKind(NamedTuple):
     """A KV cache group's kind of attention and window, as in vLLM's events."""
 
-    name: str | None = None
+    name: str
     window: int | None = None
 
 
 def group_kinds(kv_cache_config: KVCacheConfig) -> list[GroupKind]:
-    """The kinds of a model's KV cache groups; unknown ones of older engines."""
-    kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
-    window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
-    if kind is None or window is None:
-        return [GroupKind() for _ in kv_cache_config.kv_cache_groups]
+    """The kinds of a model's KV cache groups."""
+    kind = kv_cache_interface.get_kv_cache_spec_kind
+    window = kv_cache_interface.get_kv_cache_spec_sliding_window
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [GroupKind(kind(spec).value, window(spec)) for spec in specs]
 

@@ -294,9 +294,5 @@ def drops_last(vllm_config: VllmConfig) -> bool:
 
 def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """Return the tokens of a block of the scheduler, and per entry of `Request.block_hashes`."""
-    resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
-    if resolve is None:
-        size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        return size, size
-    block, each_hash = resolve(kv_cache_config, vllm_config)
+    block, each_hash = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return block, each_hash

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from vllm import __version__ as vllm_version
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -57,10 +56,8 @@ def waker() -> Callable[[], None]:
     core = caller(EngineCore)
 
     def wake() -> None:
-        requests = getattr(core, "input_queue", None)
-        wakeup = getattr(EngineCoreRequestType, "WAKEUP", None)
-        if requests is not None and wakeup is not None:
-            requests.put_nowait((wakeup, None))
+        if (requests := getattr(core, "input_queue", None)) is not None:
+            requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     return wake
 
@@ -108,12 +105,6 @@ def fill_scales(vllm_config: Any) -> None:
         attention: Any = getattr(layer, "impl", None)
         if getattr(attention, "_is_per_token_head_quant", False) and layer.kv_cache.numel():
             attention._ensure_scale_caches(layer.kv_cache)
-
-
-def copies_in_step(vllm_config: VllmConfig) -> bool:
-    """Return whether what a step copies must be queued on the device when the step ends: an engine
-    that sleeps, and does not announce it as 0.33 does, waits for its device alone."""
-    return _sleeps(vllm_config) and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def _sleeps(vllm_config: VllmConfig) -> bool:

@@ -87,7 +87,6 @@ class Accounts:
         Only a request that has run shows what it had: before that `computed` is not known.
         """
         size = self.block_tokens
-        foreign = attempt.choice.child if attempt.choice is not None and not attempt.parts else None
         tiers = {
             self._names[part.child]: None if part.usable is None else part.usable * size
             for part in sorted(attempt.parts, key=lambda part: part.child)
@@ -98,10 +97,7 @@ class Accounts:
             # The engine computes a prompt's last token again, whatever it has.
             again = int(attempt.started == attempt.tokens - 1 == cached + loaded - 1)
             more = attempt.started + again - cached - loaded
-            if foreign is not None and attempt.external:
-                tiers[self._names[foreign]] = more = max(0, more)
-                loaded += more
-            elif more > 0:
+            if more > 0:
                 elsewhere = more
             elif not attempt.external:
                 cached += more  # it took less of its own cache than it had asked for
@@ -127,16 +123,11 @@ class Accounts:
             account |= {"asked_blocks": answer.asked, "held_blocks": answer.held}
             account |= {"miss": answer.miss, "lookup_ms": _ms(answer.times.answer)}
             account["notice_ms"] = _ms(answer.times.notice)
-        if child in attempt.foreign:
-            account["said_tokens"] = attempt.foreign[child]
         if part is not None:
             account |= self._part(part)
         else:
             account["why"] = self._why(child, attempt, answer)
             account["tokens"] = 0
-            if attempt.choice is not None and attempt.choice.child == child and attempt.external:
-                tokens = self._sources(attempt)["loaded"].get(account["tier"])
-                account |= {"why": "served", "tokens": tokens}
         return account
 
     def _part(self, part: LoadPart) -> dict[str, Any]:
@@ -172,8 +163,6 @@ class Accounts:
             return choice.passed[child]
         if choice.tokens and not attempt.external:
             return "elsewhere"
-        if child in attempt.foreign:
-            return "above" if attempt.foreign[child] else "miss"
         if answer is None and child in attempt.unanswered:
             return "late"
         if answer is None:

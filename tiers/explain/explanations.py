@@ -87,8 +87,6 @@ class Explanations:
             hits, size = notes.hits, self.accounts.block_tokens
             for part in attempt.parts:
                 hits[part.child] = hits.get(part.child, 0) + part.blocks * size
-            if choice.child is not None and not attempt.parts:
-                hits[choice.child] = hits.get(choice.child, 0) + external
         return attempt
 
     def runs(self, output: SchedulerOutput) -> None:

@@ -70,8 +70,6 @@ class Decision(Protocol):
     """What the load policy chose."""
 
     @property
-    def child(self) -> int | None: ...
-    @property
     def tokens(self) -> int | None: ...
     @property
     def passed(self) -> Mapping[int, str]: ...
@@ -97,7 +95,6 @@ class Attempt:
     choice: Decision | None = None
     answers: Sequence[TierAnswer] = ()
     unanswered: set[int] = field(default_factory=set)
-    foreign: dict[int, int | None] = field(default_factory=dict)
     parts: list[LoadPart] = field(default_factory=list)
     waits_for: str | None = None
     joined: float | None = None
@@ -134,10 +131,6 @@ class Attempt:
         self.limited, self.order = limited, order
         self.unanswered.clear()
         self._raw.clear()
-
-    def reported(self, child: int, tokens: int | None) -> None:
-        """A child without coverage, another connector of the engine, reports its tokens."""
-        self.foreign[child] = tokens
 
     def joins(self, loader: str) -> None:
         """It waits for another request's load, of the same blocks or that leaves it no room."""
@@ -214,7 +207,7 @@ def _note_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 class _Unnoted(Attempt):
     __slots__ = ()
-    begin = asks_tiers = reported = joins = begins = _note_nothing
+    begin = asks_tiers = joins = begins = _note_nothing
     part_ended = part_usable = runs = _note_nothing
 
     def watch(self, child: int, coverage: Coverage) -> Coverage:

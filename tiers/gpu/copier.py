@@ -85,13 +85,11 @@ class CpuCopier:
         self._thread.shutdown(wait=True)
 
 
-def open_copier(
-    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, in_step: bool = False
-) -> CpuCopier | CudaCopier:
-    """The copier for the device that holds these tensors. `in_step`: see `CudaCopier`."""
+def open_copier(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> CpuCopier | CudaCopier:
+    """The copier for the device that holds these tensors."""
     device = next(iter(kv_caches.values())).device
     if device.type == "cuda":
-        return CudaCopier(kv_caches, num_blocks, in_step)
+        return CudaCopier(kv_caches, num_blocks)
     if device.type == "cpu":
         return CpuCopier(kv_caches, num_blocks)
     raise ValueError(f"KV on device {device.type!r}; cpu and cuda are supported")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -98,26 +98,20 @@ class CudaCopier:
     Gathers are queued by a thread of their own: the engine's thread records an event and goes on.
     What is queued for a gather does not depend on which slots it fills, but for the copies over the
     bus, see `Bus`.
-
-    `in_step`: `gather` returns when all is queued, for an engine that gives its paged KV away as
-    soon as its device has nothing to do.
     """
 
     pin = True
 
-    def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, in_step: bool = False
-    ) -> None:
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         self._paged = PagedKV(kv_caches, num_blocks)
         self.layout = self._paged.layout
         self.payload_bytes = self._paged.payload_bytes
-        self._in_step = in_step
         self._device = self._paged.pages[0].device
         self._copies = open_copies(self._paged.pages)
         self._stride = slot_stride(self.payload_bytes)
         with torch.cuda.device(self._device):
             self._out, self._in = (Ring(self._device, self._stride) for _ in range(2))
-            self._out.is_paced = not in_step
+            self._out.is_paced = True
             # The engine's stream may still zero that memory, and use what it was before.
             torch.cuda.synchronize(self._device)
             self._bus = open_bus(self._device, self._out.emptying)
@@ -146,8 +140,6 @@ class CudaCopier:
         """Begin copying behind the engine's work so far; the engine fences the blocks' reuse."""
         after = mark(torch.cuda.current_stream(self._device))
         queued = self._thread.submit(self._gather, list(blocks), rows, list(slots), after)
-        if self._in_step:
-            wait([queued])
         return _Queued(queued, self._out, self._device)
 
     def _gather(

@@ -42,7 +42,7 @@ class Plan(Protocol):
 
     @property
     def parts(self) -> Mapping[int, int]:
-        """Tokens of each tier that loads; empty where another connector of the engine does."""
+        """Tokens of each tier that loads, one at least."""
         ...
 
     def behind(self: P, first: P) -> P:
@@ -129,7 +129,7 @@ class Comparison:
     def _is_long(self, plan: Plan) -> bool:
         """Whether another plan for as many tokens could be sooner by much."""
         each = self.prefill.seconds_per_token
-        load = max((self.meters[i].seconds(n) for i, n in plan.parts.items()), default=0.0)
+        load = max(self.meters[i].seconds(n) for i, n in plan.parts.items())
         return each is not None and load > ENOUGH * plan.tokens * each
 
     def shared(self, tiers: Iterable[int], plan: P, share: Share[P]) -> P:
@@ -154,7 +154,7 @@ class Comparison:
         # Without a plan, and none that was cut off, no tier holds anything to probe it with.
         # Nor is another asked while the policy's own comes in time, if that is all it has to do.
         plan, may_change = best.plan, cut or self.shares or not self.always
-        if cut if plan is None else may_change and plan.parts and self._is_long(plan):
+        if cut if plan is None else may_change and self._is_long(plan):
             found = self._probing(propose, wish, found)
         if self.always:
             return found
@@ -208,10 +208,6 @@ class Comparison:
             return not token_worth or seconds * (1 + MARGIN) < worth
 
         while (plan := propose(cut, None)) is not None:
-            if not plan.parts:  # of another connector, whose loads are not measured
-                if best.plan is None or plan.tokens > best.plan.tokens:
-                    best = Verdict(plan, 0.0, plan.tokens * token_worth)
-                break
             worth = plan.tokens * token_worth
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
@@ -257,7 +253,7 @@ class Comparison:
         if wish.blocks - loaded >= less:
             self._probes.measured(ENGINE)
             return found
-        if plan is None or not plan.parts or found.probed is not None:
+        if plan is None or found.probed is not None:
             return found
 
         def is_due(blocks: int) -> bool:
@@ -269,7 +265,7 @@ class Comparison:
         if less < self._probes.least or not is_due(less):
             return found
         shorter = propose(self.meters.keys() - plan.parts.keys(), loaded - less)
-        if shorter and shorter.parts and is_due(loaded - shorter.tokens // self._size):
+        if shorter is not None and is_due(loaded - shorter.tokens // self._size):
             return found._replace(plan=shorter, probed=ENGINE)
         return found  # it could end only long before
 
@@ -281,8 +277,7 @@ class Comparison:
         if each is not None and self.meters[tier].seconds(length * self._size) > whole * each:
             self._probes.shorten(tier)  # too much for one request
             length = self._probes.least
-        probe = propose(others, length)
-        return probe if probe is not None and probe.parts else None
+        return propose(others, length)
 
 
 KEEP = 0.7

@@ -46,7 +46,7 @@ def test_it_is_asked_once_each_time_a_request_begins_whoever_serves(
     policy: LoadPolicy, answer: int | None
 ) -> None:
     foreign = Foreign(answer)
-    multi = chain(BlockTier("x" * 10, tokens=40), foreign, load=policy)
+    multi = chain(Tier(tokens=40), foreign, load=policy)
     for computed in (0, 8):
         assert multi.get_num_new_matched_tokens(FakeRequest(num_tokens=40), computed)[0]
     assert foreign.asked == [("r", 0), ("r", 8)]
@@ -57,7 +57,7 @@ def test_it_is_asked_once_each_time_a_request_begins_whoever_serves(
 )
 def test_it_is_asked_also_where_a_request_does_not_let_it_load(limits: dict[str, Any]) -> None:
     foreign = Foreign(12)
-    multi = chain(BlockTier("x"), foreign)
+    multi = chain(Tier(tokens=4), foreign)
     request = FakeRequest(kv_transfer_params={"kvtiers": limits})
     tokens, _ = multi.get_num_new_matched_tokens(request, 0)
     assert tokens in (0, 4), "its own 12 tokens are not loaded"
@@ -67,13 +67,13 @@ def test_it_is_asked_also_where_a_request_does_not_let_it_load(limits: dict[str,
 @pytest.mark.parametrize("policy", LOAD_POLICIES)
 def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: LoadPolicy) -> None:
     """The request comes back without having run, as if it had never been loaded."""
-    foreign, lower = Foreign(40), BlockTier("x", tokens=4)
+    foreign, lower = Foreign(40), Tier(tokens=4)
     multi = chain(foreign, lower, load=policy)
     request = FakeRequest()
     assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
     multi.update_state_after_alloc(request, BLOCKS, 40)
     multi.build_connector_meta(IDLE_STEP)
-    assert multi.get_num_new_matched_tokens(request, 0) == (4, True), "another tier may"
+    assert multi.get_num_new_matched_tokens(request, 0) == (4, True), "another may"
     assert foreign.asked == [("r", 0)] * 2, "it still learns that the request begins"
     assert multi.get_num_new_matched_tokens(FakeRequest("other"), 0) == (40, True)
     multi.request_finished(request, [])
@@ -83,7 +83,7 @@ def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: LoadPoli
 def test_a_chain_within_the_chain_knows_itself_what_it_failed_to_load() -> None:
     inner = Foreign(40)
     inner.limits_requests = True
-    multi, request = chain(inner, BlockTier("x", tokens=4)), FakeRequest()
+    multi, request = chain(inner, Tier(tokens=4)), FakeRequest()
     for _ in range(2):
         assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
         multi.update_state_after_alloc(request, BLOCKS, 40)
@@ -92,7 +92,7 @@ def test_a_chain_within_the_chain_knows_itself_what_it_failed_to_load() -> None:
 
 @pytest.mark.parametrize("policy", LOAD_POLICIES)
 def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPolicy) -> None:
-    multi = chain(Foreign(40), BlockTier("x", tokens=4), load=policy)
+    multi = chain(Foreign(40), Tier(tokens=4), load=policy)
     request = FakeRequest()
     for _ in range(5):
         assert multi.get_num_new_matched_tokens(request, 0) == (40, True)

@@ -68,26 +68,10 @@ def test_a_request_of_one_child_is_received_when_that_has_ended() -> None:
     assert worker.get_finished(set()) == (None, {"r"})
 
 
-def test_another_connector_serves_alone_where_it_has_more() -> None:
-    tiers: list[Any] = [BlockTier("xx"), Tier(tokens=16), BlockTier("..x")]
-    assert load(chain(*tiers), FakeRequest()) == {}
-    assert [tier.loads for tier in tiers] == [[0], [16], [0]]
-    tiers = [BlockTier("xx"), Tier(tokens=12), BlockTier("..x")]
-    assert load(chain(*tiers), FakeRequest()) == {"r": 2}
-    assert [tier.loads for tier in tiers] == [[[range(2)]], [0], [[range(2, 3)]]]
-
-
-def test_another_connector_that_looks_is_waited_for_unless_our_tiers_have_all() -> None:
-    looking = Tier(tokens=None)
-    ask = chain(BlockTier("xx"), looking).get_num_new_matched_tokens
-    assert ask(FakeRequest(), 0) == (None, False)
-    assert ask(FakeRequest("s", num_tokens=8), 0) == (8, True)
-
-
 def test_another_connector_is_never_told_to_load_less_than_it_said() -> None:
     request = FakeRequest(kv_transfer_params={"kvtiers": {"max_load_tokens": 8}})
     for policy in LOAD_POLICIES:
-        multi = chain(Tier(tokens=12), BlockTier("xxx"), load=policy)
+        multi = chain(Tier(tokens=12), Tier(tokens=8), load=policy)
         assert multi.get_num_new_matched_tokens(request, 0) == (8, True)
 
 

@@ -13,7 +13,7 @@ from spec.chain import LOAD_POLICIES, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy import chooser
-from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch, stitched
+from tiers.connector.policy.choice import NO_LOAD, Choice, Stitch, stitched, tokens_of_each
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.request_state import RequestState
 from tiers.connector.policy.request_table import RequestTable
@@ -108,9 +108,7 @@ class Chain:
     def loaders(self) -> dict[int, int]:
         """Tokens by child."""
         choice = self.choose()
-        if choice.child is not None and not choice.shares:
-            return {choice.child: choice.tokens or 0}
-        return {c: sum(map(len, r)) * BLOCK for c, r in (choice.shares or {}).items()}
+        return tokens_of_each(choice, choice.tokens or 0, BLOCK)
 
 
 def ours(tokens: int | None, rate: float = FAST, engine: float = 0.0) -> Callable[[Clock], Ours]:
@@ -121,29 +119,27 @@ def foreign(tokens: int | None, is_async: bool = True) -> Callable[[Clock], Fore
     return lambda clock: Foreign(tokens, is_async)
 
 
-LOOKING = (None, None)
-
-
 @pytest.mark.parametrize(
     ("load", "has", "serves"),
     [
-        ("first", (0, 3, 7), (1, 3)),
-        ("first", (0, 0), (None, 0)),
-        ("first", (3, None), (0, 3)),
-        ("first", (None, 3), LOOKING),
-        ("longest", (3, 7, 7), (1, 7)),
-        ("longest", (0, 0), (None, 0)),
-        ("longest", (3, None), LOOKING),
-        ("longest", (None, 3), LOOKING),
-        ("longest", (None, TOKENS, None), (1, TOKENS)),
+        ("first", (0, 3, 7), ((1, 3),)),
+        ("first", (0, 0), ()),
+        ("first", (3, None), ((0, 3),)),
+        ("first", (None, 3), None),
+        ("longest", (3, 7, 7), ((1, 7),)),
+        ("longest", (0, 0), ()),
+        ("longest", (3, None), None),
+        ("longest", (None, 3), None),
+        ("longest", (None, TOKENS, None), ((1, TOKENS),)),
     ],
 )
 def test_the_first_that_has_tokens_serves_or_the_one_with_most(
-    load: str, has: Sequence[int | None], serves: tuple[int | None, int | None]
+    load: str, has: Sequence[int | None], serves: tuple[tuple[int, int], ...] | None
 ) -> None:
     """One that is still looking is waited for while it could win."""
     choice = Chain(*map(foreign, has), load=load).choose()
-    assert (choice.child, choice.tokens) == serves
+    assert (None if choice.tokens is None else choice.pieces) == serves
+    assert choice.tokens is None or choice.tokens == sum(tokens for _, tokens in choice.pieces)
 
 
 @pytest.mark.parametrize("load", LOAD_POLICIES)
@@ -363,28 +359,15 @@ def test_a_chain_within_this_one_applies_the_limits_of_a_request_itself(
 
 
 @pytest.mark.parametrize(
-    ("rate", "tokens", "child"),
-    [(FAST, 512, 0), (FAST, 768, 0), (FAST, 1008, 1), (SLOW, 64, 1), (SLOW, 0, None)],
-)
-def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
-    rate: float, tokens: int, child: int | None
-) -> None:
-    chain = Chain(ours(768, rate), foreign(tokens))
-    assert [*chain.loaders()] == ([] if child is None else [child])
-    assert chain.children[1].asked == 1, "it may reset its state of the request each time"
-    assert Chain(ours(768, rate), foreign(None)).choose().tokens is None, "it may have more"
-
-
-@pytest.mark.parametrize(
     ("has", "following", "expected"),
     [
-        ([(64, True), (32, True)], [1], Choice(None, 96, True, pieces=((0, 64), (1, 32)))),
-        ([(64, True), (160, False)], [1], Choice(0, 64, True)),
-        ([(70, True), (32, True)], [1], Choice(0, 70, True)),
-        ([(64, False), (32, True)], [], Choice(0, 64, False)),
-        ([(64, False), (0, True)], [], Choice(0, 64, False)),
-        ([(64, False), (64, False)], [], Choice(0, 64, False)),
-        ([(64, True), (0, False)], [1], Choice(0, 64, True)),
+        ([(64, True), (32, True)], [1], Choice(96, True, pieces=((0, 64), (1, 32)))),
+        ([(64, True), (160, False)], [1], Choice(64, True, pieces=((0, 64),))),
+        ([(70, True), (32, True)], [1], Choice(70, True, pieces=((0, 70),))),
+        ([(64, False), (32, True)], [], Choice(64, False, pieces=((0, 64),))),
+        ([(64, False), (0, True)], [], Choice(64, False, pieces=((0, 64),))),
+        ([(64, False), (64, False)], [], Choice(64, False, pieces=((0, 64),))),
+        ([(64, True), (0, False)], [1], Choice(64, True, pieces=((0, 64),))),
         ([(0, True), (0, False)], [1], NO_LOAD),
     ],
     ids=[

@@ -390,7 +390,7 @@ def test_what_is_loaded_after_a_reset_is_not_older(blocks: int) -> None:
     table.forget(request_state.request)
     request_state = table.of(FakeRequest("r", 12, [b"c", b"a", b"b"]))
     request_state.load_range = range(1, 1)
-    request_state.choice = Choice(0, 4, True, computed=4)
+    request_state.choice = Choice(4, True, computed=4)
     table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 8, ([3, 1, 2],))))
     assert request_state.is_outdated, "it had found the first block"
 

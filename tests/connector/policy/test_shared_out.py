@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.clock import Clock
-from tiers.connector.policy.choice import Coverage, Stitch, behind, shared, stitched
+from tiers.connector.policy.choice import Coverage, Stitch, behind, stitched
 from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW
 from tiers.loading.load_cost import LoadCost
+from tiers.loading.shares import HeldRun, Piece, share
 
 SIZE = 16
 PROMPT = range(10, 110)
@@ -35,7 +36,11 @@ class World:
 
     def plan(self, children: dict[int, Coverage], blocks: range, window: int = 0) -> Stitch:
         paces = {c: pace for c in children if (pace := self.meters[c].pace(SIZE))}
-        return shared(children, blocks, window, paces, lambda c: self.meters[c].failures)
+
+        def give(runs: Sequence[HeldRun]) -> Sequence[Piece]:
+            return share(runs, paces, lambda c: self.meters[c].failures)[0]
+
+        return stitched(children, blocks, window, give)
 
     def all(self) -> Stitch:
         return self.plan({c: held("x" * 200) for c in self.meters}, PROMPT)

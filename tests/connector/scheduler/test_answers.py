@@ -615,7 +615,8 @@ def test_a_tier_is_as_large_as_it_was_made() -> None:
     halves = Halves(cpu_blocks=2 * BLOCKS)
     cpu: Any = halves.chain.children[0]
     assert cpu._tier.open.max_blocks == 2 * BLOCKS
-    cpu.resize(cpu._spec.model_copy(update={"capacity": cpu._spec.capacity_bytes // 2}))
+    half = cpu._spec.model_copy(update={"capacity": cpu._spec.capacity_bytes // 2})
+    cpu.retune(half, cpu._chain)
     assert cpu._tier.open.max_blocks == BLOCKS
 
 

@@ -170,7 +170,6 @@ def test_a_store_that_opens_while_its_settings_change_has_the_new_ones(
 
     def open_late(*args: Any, **more: Any) -> Guarded:
         store = open_guarded(*args, **more)
-        worker.resize(changed)
         worker.retune(changed)
         return store
 

@@ -402,24 +402,6 @@ def test_metrics_are_registered_once_whatever_the_children() -> None:
     assert transfers == [2.0], "both children of the class count"
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("sleeps", ["enable_sleep_mode", "enable_cumem_allocator", ""])
-def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_step(
-    sleeps: str, told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    from tiers.engine.vllm_watch import copies_in_step
-
-    if told:
-        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", print, raising=False)
-    else:
-        monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
-    settings = {"enable_sleep_mode": False, "enable_cumem_allocator": False} | {sleeps: True}
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(**settings))
-    assert copies_in_step(config) is (bool(sleeps) and not told)
-
-
 class LetsGo:
     """Of paged KV."""
 

@@ -91,7 +91,9 @@ def test_policies_choose_as_those_of_the_chain(seed: int) -> None:
     assert counts(simulated.stitched(runs)) == totals(choice.stitched(children, blocks).shares)
     costs = {place: LoadPace(rng.random(), rng.random() + 0.1) for place, _ in placed}
     pieces, _ = share(runs, costs, lambda place: place)
-    stitch = choice.shared(children, blocks, 0, costs, lambda place: place)
+    stitch = choice.stitched(
+        children, blocks, give=lambda some: share(some, costs, lambda place: place)[0]
+    )
     assert counts(pieces) == totals(stitch.shares)
 
 

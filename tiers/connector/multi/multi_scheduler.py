@@ -25,7 +25,6 @@ from tiers.connector.policy.choice import (
     PENDING,
     Choice,
     clip,
-    places_of_pieces,
     tokens_of_each,
 )
 from tiers.connector.policy.chooser import Chooser, LookupLatency
@@ -245,30 +244,33 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         notes = self.explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
         all_or_nothing = self._requests.engine.media.all_or_nothing(request)
         shared = SharedLoad(len(shares), notes, self._now(), all_or_nothing)
-        pieces = self._begin_pieces(request_state, num_external_tokens)
+        firsts = self._begin_pieces(request_state, serving)
         for index, child in enumerate(self.children):
             if index in shares:
                 self._loaders[index].load_blocks(request_state, shares[index], shared)
             else:
-                first, tokens = pieces.get(index, (0, serving.get(index, 0)))
-                seen = self._as_computed(blocks, first // self._block_tokens) if first else blocks
-                child.update_state_after_alloc(request, seen, tokens)
+                first = firsts.get(index, 0)
+                seen = self._as_computed(blocks, first) if first else blocks
+                child.update_state_after_alloc(request, seen, serving.get(index, 0))
         if num_external_tokens and not choice.is_async:
             self.disable_store(request)
 
-    def _begin_pieces(self, request_state: RequestState, tokens: int) -> dict[int, tuple[int, int]]:
-        """Where each of several connectors begins to load, and how many tokens. Workers are told
-        of the paged blocks of each."""
-        pieces = places_of_pieces(request_state.choice, tokens)
-        if len(pieces) > 1:
+    def _begin_pieces(
+        self, request_state: RequestState, serving: Mapping[int, int]
+    ) -> dict[int, int]:
+        """The block at which each of several connectors begins to load so many tokens; nothing,
+        where one loads alone. Workers are told of the paged blocks of each."""
+        firsts: dict[int, int] = {}
+        if request_state.choice.pieces and len(serving) > 1:
             (table,) = request_state.tables
-            size = self._block_tokens
+            size, token = self._block_tokens, request_state.choice.computed
             self._in_pieces.append(request_state)
-            request_state.pieces = {
-                child: table[first // size : -(-(first + more) // size)]
-                for child, (first, more) in pieces.items()
-            }
-        return pieces
+            request_state.pieces = {}
+            for child, tokens in serving.items():
+                firsts[child] = token // size
+                token += tokens
+                request_state.pieces[child] = table[firsts[child] : -(-token // size)]
+        return firsts
 
     def disable_store(self, request: Request) -> None:
         """None of our children stores it; others have no such member."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, leading, usable, waves
-from tiers.loading.shares import HeldRun, LoadPace, Piece, share
+from tiers.loading.shares import HeldRun, Piece
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -21,18 +21,16 @@ None: it is still looking."""
 
 
 class Choice(NamedTuple):
-    """The child that serves, how many tokens, and whether beside the steps.
+    """How many tokens are loaded, whether beside the steps, and by whom.
 
-    `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
-    do, each its `shares` or its piece. `pieces`: of a prefix that connectors load one behind the
-    other, each with its tokens, in whole blocks but for the last. `probed`: the child that loads
-    only to be measured. `passed`: children that have tokens and are skipped, each with why, a word
-    of `explain.accounts.REASONS`. `seconds`: until the end of the prompt, where that is estimated.
-    `within`: seconds after which the load is ended. `computed`: tokens that precede those of the
-    choice.
+    `tokens` None: a child is still looking, ask again. `shares`: of our tiers. `pieces`: of
+    connectors, which load a prefix one behind the other, each with its tokens, in whole blocks but
+    for the last. `probed`: the child that loads only to be measured. `passed`: children that have
+    tokens and are skipped, each with why, a word of `explain.accounts.REASONS`. `seconds`: until
+    the end of the prompt, where that is estimated. `within`: seconds after which the load is ended.
+    `computed`: tokens that precede those of the choice.
     """
 
-    child: int | None
     tokens: int | None
     is_async: bool
     shares: Shares | None = None
@@ -44,8 +42,8 @@ class Choice(NamedTuple):
     pieces: tuple[tuple[int, int], ...] = ()
 
 
-NO_LOAD = Choice(None, 0, False)
-PENDING = Choice(None, None, False)
+NO_LOAD = Choice(0, False)
+PENDING = Choice(None, False)
 
 
 class Stitch(NamedTuple):
@@ -108,18 +106,6 @@ def stitched(
     return Stitch(shares, blocks.start + stop, is_looking, blocks.start + body)
 
 
-def shared(
-    children: Mapping[int, Coverage],
-    blocks: range,
-    window: int,
-    paces: Mapping[int, LoadPace],
-    last: Callable[[int], int],
-) -> Stitch:
-    """As `stitched`, but all children that hold a part of the prefix load it at once, shared so
-    that its last block comes soonest. `paces`, `last`: see `share`."""
-    return stitched(children, blocks, window, lambda runs: share(runs, paces, last)[0])
-
-
 def _stretches(levels: Mapping[int, Sequence[int]], blocks: range, least: int) -> list[HeldRun]:
     """Who holds at least `least` of these blocks."""
     ends = {blocks.start, blocks.stop}
@@ -166,22 +152,12 @@ def behind(shares: Shares, first: Shares) -> Shares:
 
 def tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, int]:
     """How many of the first `tokens` of a choice each serving child loads, by its place."""
-    if choice.child is not None:
-        return {choice.child: tokens}
-    if choice.pieces:
-        return {i: tokens for i, (_, tokens) in places_of_pieces(choice, tokens).items()}
-    shares = clip(choice.shares or {}, tokens // block_tokens)
-    return {i: sum(map(len, parts)) * block_tokens for i, parts in shares.items()}
-
-
-def places_of_pieces(choice: Choice, tokens: int) -> dict[int, tuple[int, int]]:
-    """Where each child's piece of the first `tokens` of a choice begins in the request, and how
-    many tokens it has."""
-    places = {}
-    first = choice.computed
+    if not choice.pieces:
+        shares = clip(choice.shares or {}, tokens // block_tokens)
+        return {i: sum(map(len, parts)) * block_tokens for i, parts in shares.items()}
+    serving = {}
     for child, whole in choice.pieces:
-        piece = min(whole, tokens)
-        if piece > 0:
-            places[child] = first, piece
-        first, tokens = first + piece, tokens - piece
-    return places
+        if tokens > 0:
+            serving[child] = min(whole, tokens)
+        tokens -= whole
+    return serving

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from tiers.connector.policy.choice import (
     Stitch,
     behind,
     clip,
-    shared,
     stitched,
     tokens_of_each,
 )
@@ -25,7 +24,7 @@ from tiers.connector.policy.request_table import RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.comparison import BESIDE, LATE, SLOWER, Comparison, Wish
-from tiers.loading.shares import LoadPace
+from tiers.loading.shares import LoadPace, share
 
 COUNTED = {
     SLOWER: "recompute_preferred",
@@ -38,7 +37,7 @@ COUNTED = {
 class _Question(NamedTuple):
     """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
 
-    `asked`: answers of other connectors so far. `notes`: hear of all answers. `looking`: our tiers
+    `asked`: connectors of the engine that were. `notes`: hear of all answers. `looking`: our tiers
     that have no answer yet, and for which blocks. `waits`: whether the policy waits for those that
     look, or takes them to have nothing. `but`: children that may not load.
     """
@@ -46,7 +45,7 @@ class _Question(NamedTuple):
     request_state: RequestState
     computed: int
     loadable: int
-    asked: dict[int, tuple[int | None, bool]]
+    asked: set[int]
     notes: Attempt
     looking: dict[int, range]
     waits: bool
@@ -71,7 +70,7 @@ class _Plan(NamedTuple):
     def behind(self, first: _Plan) -> _Plan:
         shares = behind(self.choice.shares or {}, first.choice.shares or {})
         tokens = max(self.tokens, first.tokens)
-        choice = Choice(None, tokens, True, shares)
+        choice = Choice(tokens, True, shares)
         return _Plan(choice, tokens_of_each(choice, tokens, self.size), self.size)
 
 
@@ -81,13 +80,11 @@ class Chooser:
     The policy orders the tiers; what it plans is compared with computing (see `Comparison`), and
     planned again without tiers that would be later.
 
-    A child that is no `BlockLoader` (another connector of the engine) loads the whole prefix it
-    reports or nothing. So it never shares a request with tiers: `stitched` gives it one alone where
-    it has more than our tiers are to load, and one with more than `max_load_tokens` does not serve.
-    Nor is it known how long its loads take: they are not compared with computing.
-
-    Of connectors alone, some can load what is behind the prefix that others load (`following`, by
-    their places): `stitched` asks these as if that prefix were computed.
+    Its children are tiers of ours or, where no `BlockLoader` is among them, other connectors of the
+    engine. Each of those loads the whole prefix it reports or nothing, so that one with more than
+    `max_load_tokens` does not serve. Nor is it known how long its loads take: they are not compared
+    with computing. Some can load what is behind the prefix that others load (`following`, by their
+    places): `stitched` asks these as if that prefix were computed.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class Chooser:
             planned = self._apply_policy(question)
             choice = self._compared(question, planned) if planned.tokens is not None else PENDING
         if choice.tokens is not None:
-            for index in self._foreign.keys() - question.asked.keys():
+            for index in self._foreign.keys() - question.asked:
                 self._foreign[index].get_num_new_matched_tokens(
                     request_state.request, num_computed_tokens
                 )
@@ -189,7 +186,7 @@ class Chooser:
         loadable = loadable if limit is None else min(loadable, limit)
         loadable -= loadable % self._block_tokens
         waits = self._comparison.token_seconds is None
-        return _Question(request_state, num_computed_tokens, loadable, {}, notes, {}, waits)
+        return _Question(request_state, num_computed_tokens, loadable, set(), notes, {}, waits)
 
     @staticmethod
     def _forget(request_state: RequestState, versions: Hashable) -> None:
@@ -210,8 +207,7 @@ class Chooser:
         self._forget(request_state, None)
         self._waits.decided(request_state)
         self.gone(request_state)
-        used = choice.shares or ({choice.child: []} if choice.child is not None else {})
-        self._comparison.decided(used, choice.probed, choice.seconds)
+        self._comparison.decided(choice.shares or {}, choice.probed, choice.seconds)
         if choice.tokens:
             return
         for index in self._loaders.keys() & choice.passed.keys():
@@ -243,9 +239,8 @@ class Chooser:
         verdict = comparison.choose(partial(self._propose, question, planned), wish)
         for child in self._loaders.keys() - question.looking.keys():
             self._waits.answered(child, request_state, self._loaders[child])
-        others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
-        if others_look or comparison.hopes(hopes, verdict, wish):
+        if comparison.hopes(hopes, verdict, wish):
             return PENDING
         choice = NO_LOAD if verdict.plan is None else verdict.plan.choice
         return choice._replace(
@@ -265,24 +260,17 @@ class Chooser:
             question = question._replace(loadable=loadable)
         if but or blocks is not None:
             choice = self._apply_policy(question._replace(but=but))
-        if not choice.tokens:
-            return None  # nothing, or another connector of the engine is still looking
-        if choice.child in self._loaders:
-            start = question.computed // self._block_tokens
-            alone = range(start, start + choice.tokens // self._block_tokens)
-            choice = choice._replace(shares={choice.child: [alone]})
-        return self._plan(choice)
+        return self._plan(choice) if choice.tokens else None
 
     def _plan(self, choice: Choice) -> _Plan:
         parts = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
-        measured = parts if parts.keys() <= self._comparison.meters.keys() else {}
-        return _Plan(choice, measured, self._block_tokens)
+        return _Plan(choice, parts, self._block_tokens)
 
     # -- policies ----------------------------------------------------------------------------
 
-    def _one_child(self, question: _Question, but: Container[int] = ()) -> Choice:
-        """The one child that loads, of those that may and are not in `but`: of `first` the first
-        that has tokens, else the one that has most, of several the first.
+    def _one_child(self, question: _Question) -> Choice:
+        """The one child that loads, of those that may: of `first` the first that has tokens, else
+        the one that has most, of several the first.
 
         Of `first` a child that is still looking holds back those below it, which are asked all the
         same, so that look-ups of several children run at once. Else it is waited for, unless
@@ -290,42 +278,45 @@ class Chooser:
         """
         best, looking = NO_LOAD, False
         for index in self._order:
-            if index in but or not self._may_load(index, question):
+            if not self._may_load(index, question):
                 continue
             tokens, is_async = self._ask(index, question)
             if tokens is None:
                 looking = True
             elif tokens > (best.tokens or 0):
-                best = Choice(index, tokens, is_async)
+                best = self._alone(index, question, tokens, is_async)
                 suffices = not looking if self._takes_first else tokens >= question.loadable
                 if suffices:
                     return best
         return PENDING if looking else best
+
+    def _alone(self, index: int, question: _Question, tokens: int, is_async: bool) -> Choice:
+        if index not in self._loaders:
+            return Choice(tokens, is_async, pieces=((index, tokens),))
+        start = self._blocks(question).start
+        return Choice(
+            tokens, is_async, {index: [range(start, start + tokens // self._block_tokens)]}
+        )
 
     def _stitch(self, question: _Question) -> Choice:
         loaders = [i for i in self._loaders if self._may_load(i, question)]
         blocks = self._blocks(question)
         found = self._stitch_of(loaders, question, blocks)
         tokens = self._tokens(found, blocks)
-        if tokens < question.loadable:
-            alone = self._one_child(question, but=self._loaders)
-            looking = found.looking and question.waits
-            if alone.tokens is None or (looking and alone.tokens < question.loadable):
-                return PENDING
-            if alone.tokens > tokens:
-                return alone
+        if found.looking and question.waits and tokens < question.loadable:
+            return PENDING
         if not tokens:
             return NO_LOAD
         plan = self._stitched(found, tokens)
         blocks = range(blocks.start, found.stop)  # shared out it ends no later
 
-        def share(paces: Mapping[int, LoadPace], last: Callable[[int], int]) -> _Plan:
+        def shared(paces: Mapping[int, LoadPace], last: Callable[[int], int]) -> _Plan:
             held = self._coverage_of(paces, question)
-            found = shared(held, blocks, self._window, paces, last)
+            found = stitched(held, blocks, self._window, lambda runs: share(runs, paces, last)[0])
             return self._stitched(found, min(tokens, self._tokens(found, blocks)))
 
         if len(loaders) > 1:
-            plan = self._comparison.shared(loaders, plan, share)
+            plan = self._comparison.shared(loaders, plan, shared)
         return plan.choice
 
     def _piecewise(self, question: _Question) -> Choice:
@@ -347,16 +338,14 @@ class Chooser:
                 pieces.append((index, found))
                 tokens += found
             elif not before and found > (alone.tokens or 0):
-                alone = Choice(index, found, is_async)
+                alone = self._alone(index, question, found, is_async)
         if (alone.tokens or 0) > tokens:
             return alone
-        if len(pieces) > 1:
-            return Choice(None, tokens, True, pieces=tuple(pieces))
-        return Choice(*pieces[0], True) if pieces else NO_LOAD
+        return Choice(tokens, True, pieces=tuple(pieces)) if pieces else NO_LOAD
 
     def _stitched(self, found: Stitch, tokens: int) -> _Plan:
         shares = clip(found.shares, tokens // self._block_tokens)
-        return self._plan(Choice(None, tokens, True, shares))
+        return self._plan(Choice(tokens, True, shares))
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -377,17 +366,12 @@ class Chooser:
             tokens = self._tokens(found, blocks)
             looking = found.looking and question.waits
             return (None, False) if looking else (tokens, tokens > 0)
-        if index in question.asked:
-            return question.asked[index]
+        question.asked.add(index)
         request_state = question.request_state
         _, child = self._children[index]
         answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
-        question.notes.reported(index, answer[0])
         limit = request_state.limits.max_load_tokens
-        if limit is not None and (answer[0] or 0) > question.loadable:
-            answer = 0, False
-        question.asked[index] = answer
-        return answer
+        return (0, False) if limit is not None and (answer[0] or 0) > question.loadable else answer
 
     def _stitch_of(self, loaders: Sequence[int], question: _Question, blocks: range) -> Stitch:
         """What these have together, put together once for a request that waits while nothing

@@ -145,27 +145,22 @@ class OffloadingScheduler(SchedulerConnector):
             self.shutdown()
 
     def retune(self, spec: OffloadingSpec, chain: ChainSpec) -> None:
-        """Work by these settings from now on, and by those of its chain; see `Admission`."""
+        """Work by these settings from now on, and by those of its chain; see `Admission`.
+
+        For another capacity all ranks are prepared (`OffloadingWorker.prepare_resize`), and have it
+        with the orders of this step. A tier that has yet to open opens so. Does not wait: blocks
+        beyond the capacity are evicted in the next steps, or beside them.
+        """
         self._tier.tenants.follow(chain.tenants, chain.max_retained)
         self._stores.promote, self._stores.is_paused = chain.promote, not spec.may_store
         self._tier.admission.use(spec, len(chain.tiers) == 1)
         self.manager.retune(spec, lookup_seconds(chain.max_wait))
         if spec.capacity_bytes != self._spec.capacity_bytes:
-            self.resize(spec)
+            opened = self._opener.resize(self._tier.open, spec)
+            if self._tier.usable:
+                self._tier.open = opened
         self._spec, self._chain = spec, chain
         self._tell_weights()
-
-    def resize(self, spec: OffloadingSpec) -> None:
-        """Have the tier hold the capacity of `spec`, its own settings otherwise, from this step on.
-
-        All ranks are prepared (`OffloadingWorker.prepare_resize`), and `resize` each worker's half
-        with the orders of this step. A tier that has yet to open opens so. Does not wait: blocks
-        beyond the capacity are evicted in the next steps, or beside them.
-        """
-        self._spec = spec
-        opened = self._opener.resize(self._tier.open, spec)
-        if self._tier.usable:
-            self._tier.open = opened
 
     def drain(self) -> None:
         """Store and look up nothing more; what is in flight ends."""

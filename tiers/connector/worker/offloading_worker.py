@@ -148,19 +148,24 @@ class OffloadingWorker(WorkerConnector):
         return None if self.get_handshake_metadata() is None else self._unusable or ""
 
     def retune(self, spec: OffloadingSpec) -> None:
-        """Work by these settings from now on; another capacity is prepared (see `resize`)."""
-        if spec.capacity_bytes != self.capacity:
-            self.resize(spec)
-        if isinstance(spec, StoreSpec):
-            self._spec = spec
-            self._rate_limit.change(spec.store_rate)
-            self._load_rate.change(spec.load_rate)
-            if self._store is not None:
-                self._store.use_deadline(spec.deadline)
+        """Work by these settings from now on; another capacity is prepared. Called by the engine's
+        thread, before the step begins. Does not wait."""
+        before, self.capacity = self.capacity, spec.capacity_bytes
+        if not isinstance(spec, StoreSpec):
+            if before != self.capacity:
+                self._host.resize(self.tier, self.capacity)
+            return
+        self._spec = spec
+        self._rate_limit.change(spec.store_rate)
+        self._load_rate.change(spec.load_rate)
+        if self._store is not None:
+            if before != self.capacity:
+                self._store.resize(self.capacity)
+            self._store.use_deadline(spec.deadline)
 
     def prepare_resize(self, spec: OffloadingSpec) -> str:
         """Make sure that the tier can have the capacity of `spec` on this rank; else return the
-        reason. Until `resize` or `abort_resize` nothing else changes. May take long; any thread but
+        reason. Until `retune` or `abort_resize` nothing else changes. May take long; any thread but
         the engine's calls it, for one change of the chain at a time."""
         if not spec.resizes:
             return f"type {spec.type} can't be resized while it is open"
@@ -169,17 +174,6 @@ class OffloadingWorker(WorkerConnector):
         if not slots_within(capacity, part, self._host.engine.world_size):
             return f"capacity {format_size(capacity)} is less than a block of each rank"
         return self._host.prepare_resize(self.tier, capacity) if self._spec is None else ""
-
-    def resize(self, spec: OffloadingSpec) -> None:
-        """Have the tier hold the capacity of `spec`, its own settings otherwise; it is prepared.
-        Called by the engine's thread, before the step begins. Does not wait."""
-        self.capacity = spec.capacity_bytes
-        if isinstance(spec, StoreSpec):
-            self._spec = spec
-            if self._store is not None:
-                self._store.resize(spec.capacity_bytes)
-        else:
-            self._host.resize(self.tier, spec.capacity_bytes)
 
     def abort_resize(self) -> None:
         """Give back what was prepared. Does not wait."""
