@@ -307,6 +307,8 @@ class OffloadingWorker(WorkerConnector):
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flush = kv_connector_metadata.jobs_to_flush
+        if self._host.watch.stopped:  # steps that never came may have ordered to flush others
+            flush = [*self._stores]
         # The host waits, also where the engine's device would: another connector beside ours may
         # write into these blocks by other means than the engine's stream.
         _fence(self._stores[job_id] for job_id in flush if job_id in self._stores)
