@@ -366,6 +366,8 @@ class OffloadingWorker(WorkerConnector):
         health = HEALTHY
         if self._store is not None:
             health = warned(self._host.checksums.computed_here, self._store.health)
+            if health.is_degraded and health.writes_up:
+                self._puts.ask_again()
         health = warned(self._host.copier_warning(), health)
         if why := self._host.watch.stopped:
             health = health._replace(writes=False, writes_up=False, why=why)

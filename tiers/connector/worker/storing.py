@@ -59,6 +59,7 @@ class Puts:
         # Blocks so far: the engine's thread counts those queued, the writer's those taken.
         self._queued = self._taken = 0
         self._results: dict[int, JobResult] = {}
+        self._ask_at = 0.0
 
     def serve(self, store: Guarded, namespace: bytes, notes: NamespaceNotes | None = None) -> None:
         """Put into `store` from now on, under the worker's `namespace`, of which a note is kept."""
@@ -74,6 +75,14 @@ class Puts:
         verdict = self._host.watch.stores(job.generation)
         self._waiting.append(_QueuedPut(job, is_ours, verdict))
         return self._writer.submit(self._end, job.job_id)
+
+    def ask_again(self) -> None:
+        """Have a store that warned of its puts say how they would do now, once a second: else it
+        says so with the next put alone. Does not wait."""
+        now = self._host.now()
+        if self._store is not None and now >= self._ask_at:
+            self._ask_at = now + 1.0
+            self._writer.submit(self._store.put, [])
 
     def _end(self, job_id: int) -> JobResult:
         """Put the jobs that wait, unless this one was put with those before it."""
