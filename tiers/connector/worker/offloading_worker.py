@@ -280,7 +280,7 @@ class OffloadingWorker(WorkerConnector):
         jobs, may_store = meta.reqs_to_store if watch.may_store else [], watch.adapters.may_store
         true = [job for job in jobs if not job.adapter or may_store(job.adapter)]
         # Also where another rank stores them: a tier in host memory may share the gather.
-        gather = self._gather([item for job in true for item in job.items])
+        gather = self._gather([item for job in true for item in self._puts.in_order(job)])
         if gather is not None and self._host.engine.overwrites_early:
             gather.hold_engine()  # what the next step moves and zeroes first may be read still
         for job in true:

@@ -12,7 +12,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.generation import space_of
-from tiers.contract.messages import JobResult, StoreJob
+from tiers.contract.messages import JobResult, StoreItem, StoreJob
 from tiers.store import GatheredBlock, Packs, Prefix, TierStore, batch_blocks, capability
 from tiers.wrappers.guard import Guarded
 
@@ -68,6 +68,14 @@ class Puts:
         self._store = store
         if notes is not None:
             notes.begin(namespace, lasts=True)
+
+    def in_order(self, job: StoreJob) -> Iterator[StoreItem]:
+        """A job's items in the order in which they are put, that in which their checksums are
+        computed: a batch waits for its own alone."""
+        most = batch_blocks(self._host.payload_bytes)
+        starts = range(0, len(job.items), most)
+        for start in starts if job.place.keys else reversed(starts):
+            yield from job.items[start : start + most]
 
     def begin(self, job: StoreJob, is_ours: bool) -> Future[JobResult]:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
