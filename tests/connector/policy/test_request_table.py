@@ -484,3 +484,10 @@ def test_what_an_answer_adds_after_a_reset_is_noted_with_its_blocks_alone(
     found = table.of(FakeRequest("again", 24, [b"%d" % block for block in range(6)]))
     table.begin_step(FakeStep({"again": 4}, FakeNewRequest("again", 20, ([1, 2, 4, 5, 6, 7],))))
     assert not found.is_outdated, "all of it was computed since"
+
+
+def test_a_list_of_connectors_counts_no_older_request_which_its_chain_does() -> None:
+    table = RequestTable.of_connectors(4)
+    table.begin_step(SOME_STEP)
+    table.reset()
+    assert not ask_again(table, 4).is_outdated and not table.take_measures()
