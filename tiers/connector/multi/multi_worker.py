@@ -45,7 +45,12 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._saves_awaited: dict[str, Awaited] = {}
         self._loads_awaited: dict[str, Awaited] = {}
         self._failed_blocks: set[int] = set()
-        self._rank = -1 if parts is None else parts.rank  # a list's children report themselves
+        # A list reports again for its chain, too: it has taken in what ended there.
+        inner = [child for child in self.children if isinstance(child, MultiWorker)]
+        ranks = [child._rank for child in inner] if parts is None else [parts.rank]
+        self._rank: int = max(ranks, default=-1)
+        for child in inner:
+            child._rank = -1
         self._unheard: dict[int, _Report] = {}
         """By number, the reports of steps that may have raised behind them: ends, blocks that
         failed to load, and what our scheduler's half gets."""
@@ -104,7 +109,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
             self._lost += [] if number in heard else [report]
         self._handled = sys.exception()
         self._watch.bind(connector_metadata.weights)
-        if self._metadata is not None and self._rank >= 0:
+        if self._metadata is not None and self._chain_changes is not None:
             # Model Runner V2 leaves out what is behind that which raised in a step. Of its blocks
             # none is stored.
             if self._metadata is not self._loaded:
