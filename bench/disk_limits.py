@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tiers.disk.folder.open_folder import THREADS
+from tiers.concurrency.executors import BATCH_THREADS
 
 Payloads = Sequence[memoryview]
 
@@ -16,16 +16,16 @@ class Lanes:
     """As many threads as the tier has, each taking every so many-th item of a batch."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(THREADS)
+        self._threads = ThreadPoolExecutor(BATCH_THREADS)
 
     def each(self, job: Callable[[int], object], count: int) -> None:
         """Do the job for 0 to count - 1."""
 
         def run(lane: int) -> None:
-            for item in range(lane, count, THREADS):
+            for item in range(lane, count, BATCH_THREADS):
                 job(item)
 
-        list(self._threads.map(run, range(THREADS)))
+        list(self._threads.map(run, range(BATCH_THREADS)))
 
     def close(self) -> None:
         """End the threads."""
@@ -34,7 +34,7 @@ class Lanes:
 
 class RawLoop:
     """A preallocated file, batches written to it in turn and the last one read back: no index, no
-    header, no checksum. What fio's psync engine does at `iodepth` 1 and `numjobs` `THREADS`."""
+    header, no checksum. What fio's psync engine does at `iodepth` 1, `numjobs` `BATCH_THREADS`."""
 
     def __init__(self, path: Path, payload_bytes: int, batches: int, count: int, direct: bool):
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)

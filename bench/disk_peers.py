@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.disk_limits import Lanes, Payloads
-from tiers.disk.folder.open_folder import THREADS
+from tiers.concurrency.executors import BATCH_THREADS
 
 
 class FilePerBlock:
@@ -71,7 +71,7 @@ def _read_file(path: Path, payload: memoryview) -> None:
 class VllmFiles:
     """vLLM's own file system tier, by the verbs its scheduler calls.
 
-    A job of it is done by one thread, so a batch is given to it as `THREADS` jobs. It has no
+    A job of it is done by one thread, so a batch is given to it as `BATCH_THREADS` jobs. It has no
     capacity: we remove the files of the oldest batch, which is not timed. Its blocks are those of
     one memory, which is its own: payloads are not copied to it or from it.
     """
@@ -120,7 +120,7 @@ class VllmFiles:
         from vllm.v1.kv_offload.base import ReqContext
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
-        share = -(-len(keys) // THREADS)
+        share = -(-len(keys) // BATCH_THREADS)
         starts = range(0, len(keys), share)
         for start in starts:
             part = keys[start : start + share]

@@ -98,9 +98,10 @@ class TierStore(Protocol):
     scheduler's own thread calls `peek` and `touch` if the spec says `is_prompt`.
 
     Batches: `put` and `get` are given 64 blocks and 32 MiB at most (`batch_blocks`), one block at
-    least; `peek` and `touch` the keys of a whole prompt, thousands of each rank, `has` also
-    those of several prompts; `drop` 256 keys of each rank. A verb that takes longer than the spec's
-    `deadline` (10 s) counts as failed, but continues, unless it is a put of a process beside.
+    least, but one that `Warns` a `put` of none, to be asked again; `peek` and `touch` the keys of a
+    whole prompt, thousands of each rank, `has` also those of several prompts; `drop` 256 keys of
+    each rank. A verb that takes longer than the spec's `deadline` (10 s) counts as failed, but
+    continues, unless it is a put of a process beside.
 
     Answers: a list with exactly one bool for each key or block, in order.
 

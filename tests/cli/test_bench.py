@@ -76,6 +76,12 @@ def test_a_tier_that_cannot_be_measured_is_said(
     ran = kvtiers("bench", "--chain", chain, "--save", profile, "--live", "redis")
     assert ran.status == 1 and "tier redis: not every block" in ran.err
     assert json.loads(profile.read_text()) == FACTS
+    text = chain.read_text().replace("tiers:\n", "tiers:\n- {type: cpu, capacity: 64MiB}\n")
+    chain.write_text(text)
+    ran = kvtiers("bench", "--chain", chain, "--save", profile, "--live", "redis")
+    assert ran.status == 1 and "tier redis: not every block" in ran.err
+    assert ran.out.startswith("cpu: loads ")
+    assert load_machine(profile).tiers.keys() == {"cpu"}, "what was measured before is kept"
 
 
 @pytest.mark.fault

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import xxhash
 
 from tests.support.replay import ReplayEngine, answer
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, encryption, measured
+from tiers.block import digest
+from tiers.connector.worker import checksums
 from tiers.store import Block
 
 PROMPT = list(range(100, 141))
@@ -68,3 +72,36 @@ def test_one_checksum_serves_all_tiers(
     assert measured(made, "stored_blocks", "near") == STORED
     assert measured(made, "stored_blocks", "far") == STORED
     assert lengths.count(size) == STORED
+
+
+def test_the_first_batch_of_a_long_prompt_waits_for_its_own_checksums_alone(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tail, of 200 blocks, is put first."""
+    batches: list[int] = []
+    numbers, is_put = itertools.count(1), threading.Event()
+    waited = list[bool]()
+
+    def slowly(payload: Any) -> bytes:
+        if next(numbers) == 65:
+            waited.append(is_put.wait(10))
+        return digest(payload)
+
+    monkeypatch.setattr(checksums, "digest", slowly)
+    chain = chain_of(disk(tmp_path, "16MiB", max_inflight="2MiB"), staging="2MiB")
+    made = engine(chain, num_blocks=300, batch_tokens=1000, prefix_caching=False)
+    worker: Any = made.workers[0]
+    store = worker.connector.children[0]._store
+    original = type(store).put
+
+    def put(self: Any, blocks: Sequence[Block]) -> list[bool]:
+        batches.append(len(blocks))
+        is_put.set()
+        answers: list[bool] = original(self, blocks)
+        return answers
+
+    monkeypatch.setattr(type(store), "put", put)
+    made.generate(range(800), 1)
+    made.settle()
+    assert waited == [True] and batches == [8, 64, 64, 64]
+    assert measured(made, "stored_blocks", "disk") == 200

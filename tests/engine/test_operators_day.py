@@ -137,6 +137,10 @@ def test_a_server_that_is_full_and_evicts_nothing(
     serve_until(made, lambda: state(made, "full") == "degraded")
     assert measured(made, "writes_up", "full") == 1
     assert any("maxmemory-policy allkeys-lru" in line for line in trouble(caplog))
+    client.config_set("maxmemory", 200 << 20)
+    until(lambda: state(made, "full") == "open")  # though nothing more is stored
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + (64 << 10))
+    serve_until(made, lambda: state(made, "full") == "degraded")
     client.config_set("maxmemory-policy", "allkeys-lru")
     serve_until(made, lambda: state(made, "full") == "open")
 

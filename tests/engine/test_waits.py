@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tests.support.replay import ReplayEngine, answer
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, total
+from tests.support.replay import ReplayEngine, ReplayRequest, answer
+from tests.support.replay.worker import LocalRank
+from tests.support.replay_chains import (
+    MODEL,
+    SLOT,
+    chain_of,
+    cpu,
+    disk,
+    measured,
+    scheduler_of,
+    total,
+)
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.cpu.spec import CpuSpec
-from tiers.lab.replay.requests import Status
+from tiers.lab.replay.requests import Status, Step, StepOutput
 
 
 def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> ChainSpec:
@@ -116,14 +127,116 @@ def test_a_tier_is_given_what_two_requests_had(
     assert len(store.blocks) == 101
 
 
+class Raising(LocalRank):
+    """A rank whose steps may raise, in an engine that goes on. `lost`: of each rank, how many more
+    steps raise behind the end of a transfer. `left`: how many raise when their orders are bound, as
+    under Model Runner V2."""
+
+    lost: ClassVar[dict[int, int]] = {}
+    left = 0
+
+    def end(self, step: Step) -> StepOutput:
+        if Raising.left:
+            Raising.left -= 1
+            self.connector.handle_preemptions(step.kv_connector_metadata)
+            self.connector.bind_connector_metadata(step.kv_connector_metadata)
+            return StepOutput()
+        output = super().end(step)
+        ended = getattr(output.kv_connector_worker_meta, "metadata", ())
+        if any(part is not None and part.jobs for part in ended) and self.lost.get(self._rank):
+            self.lost[self._rank] -= 1
+            return StepOutput(output.sums)
+        return output
+
+
+def end(made: ReplayEngine, request: ReplayRequest) -> None:
+    """Step until a request has ended; it may wait for ever."""
+    late = time.monotonic() + 20
+    while request.request_id in made.scheduler.requests and time.monotonic() < late:
+        made.step()
+    assert request.output == answer(MODEL, request.prompt, 1, len(made.workers))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("lost", [{0: 1}, {0: 3}, {1: 1}, {0: 2, 1: 1}])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_ended_in_a_step_that_raised_behind_is_reported_again(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, lost: dict[int, int], steps: int
+) -> None:
+    """Once: an engine that counts ranks would else go on while one of them still loads."""
+    tiers, ranks = (cpu(20), disk(tmp_path)), 1 + max(lost)
+    options: dict[str, Any] = {"world_size": ranks, "steps_in_flight": steps}
+    chain = chain_of(*tiers, load_policy="stitched")
+    made = engine(chain, prefix_caching=False, make_worker=Raising, **options)
+    for what in ("stores", "loads"):
+        Raising.lost = {**lost}
+        request = made.add(range(100), 1)
+        end(made, request)
+        made.settle()
+        assert not any(Raising.lost.values()), f"no step that {what} has raised"
+    assert request.loaded_tokens and not total(made, "load_failures")
+
+
+@pytest.mark.fault
+def test_what_a_step_that_raised_did_not_come_to_is_done_in_the_next(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """As of Model Runner V2, which leaves out all behind what raised."""
+    tiers = cpu(10), disk(tmp_path)
+    chain = chain_of(*tiers, load_policy="stitched")
+    made = engine(chain, prefix_caching=False, make_worker=Raising)
+    made.generate(range(100), 1)
+    made.settle()
+    request = made.add(range(100), 1)
+    Raising.left = 2
+    end(made, request)
+    assert request.loaded_tokens and not total(made, "load_failures") and not Raising.left
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("way", ["missed", "left"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stores_and_fills_of_a_step_that_raised_give_their_slots_back(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, way: str, ranks: int
+) -> None:
+    """The stores fail: what they would read was perhaps never computed."""
+    options: dict[str, Any] = {"world_size": ranks, "prefix_caching": False}
+    full = engine(chain_of(disk(tmp_path)), **options)
+    full.generate(range(100), 1)
+    full.settle()
+    full.close()
+    warmed = chain_of(cpu(80 * ranks), disk(tmp_path), warm={})
+    made = engine(warmed, make_worker=Raising, **options)
+    request = made.add(range(200, 300), 1)
+    ordered = Counter[str]()
+    while len(ordered) < 2:
+        step = made.scheduler.plan()
+        made.begin(step)
+        parts = step.kv_connector_metadata.metadata
+        ordered += Counter(stores=sum(len(part.reqs_to_store) for part in parts))
+        ordered += Counter(fills=sum(len(part.slots_to_fill) for part in parts))
+        if way == "left":
+            Raising.left = ranks
+            made.worker.end(step)
+    made.scheduler.abort(request.request_id)
+    made.run()
+    made.settle()
+    for place in range(2):
+        tier = scheduler_of(made, place)
+        assert not tier.jobs_in_flight and not tier._stores.slots_pinned
+    assert tier.pool.in_use == scheduler_of(made).manager.slots_kept()
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("raised", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_load_whose_step_raised_before_workers_had_it_is_ordered_again(
-    engine: Callable[..., ReplayEngine], tmp_path: Path, raised: int
+    engine: Callable[..., ReplayEngine], tmp_path: Path, raised: int, ranks: int
 ) -> None:
     """In an engine that goes on, as one whose caller catches that."""
-    tiers = cpu(10), disk(tmp_path)
-    made = engine(chain_of(*tiers, load_policy="stitched"), prefix_caching=False)
+    tiers = cpu(10 * ranks), disk(tmp_path)
+    chain = chain_of(*tiers, load_policy="stitched")
+    made = engine(chain, prefix_caching=False, world_size=ranks)
     prompt = list(range(100))
     made.generate(prompt, 1)
     made.settle()
@@ -132,10 +245,7 @@ def test_a_load_whose_step_raised_before_workers_had_it_is_ordered_again(
         step = made.scheduler.plan()
         made.scheduler.give_orders(step)
         assert request.status is Status.LOADING and not step.work
-    late = time.monotonic() + 20
-    while made.scheduler.requests and time.monotonic() < late:
-        made.step()
-    assert request.output == answer(MODEL, prompt, 1)
+    end(made, request)
     assert request.loaded_tokens and not total(made, "load_failures")
     made.settle()
     assert made.generate(prompt, 1).output == request.output

@@ -141,7 +141,7 @@ class BlockTier(Tier):
     def version(self, state: Any) -> int | None:
         return None
 
-    def load_again(self, missed: object) -> None:
+    def missed(self, steps: object) -> None:
         raise AssertionError("no step was missed")
 
     def load_blocks(self, state: Any, ranges: Sequence[range], shared: Any) -> None:

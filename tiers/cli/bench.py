@@ -44,28 +44,31 @@ def bench(
     if not save.exists():
         raise refused(f"{save}: found no such file; {EXAMPLE}")
     machine = load_machine(save)
-    profiles = _measure(chain, machine.kv_bytes_per_token * block_tokens, live or ())
-    kept = {name: profile for name, profile in machine.tiers.items() if name not in profiles}
-    for name, profile in profiles.items():
-        before = machine.tiers.get(name, machine.tiers.get(types[name]))
-        known = before.model_dump() if before is not None else {}
-        measured = profile.model_dump(exclude_unset=True)
-        kept[name] = profile.model_validate({**known, **measured})
-        typer.echo(
-            f"{name}: loads {profile.load_bandwidth / 1e9:.3g} GB/s after "
-            f"{format_number(profile.load_latency * 1e3)} ms, stores "
-            f"{profile.store_bandwidth / 1e9:.3g} GB/s after "
-            f"{format_number(profile.store_latency * 1e3)} ms"
-        )
-    whole = machine.model_copy(update={"tiers": kept})
-    write_result(save, whole.model_dump(mode="json", exclude_none=True))
+    profiles: dict[str, Any] = {}
+    try:
+        _measure(chain, machine.kv_bytes_per_token * block_tokens, live or (), profiles)
+    finally:  # what is measured stays where the next one fails
+        kept = {name: profile for name, profile in machine.tiers.items() if name not in profiles}
+        for name, profile in profiles.items():
+            before = machine.tiers.get(name, machine.tiers.get(types[name]))
+            known = before.model_dump() if before is not None else {}
+            measured = profile.model_dump(exclude_unset=True)
+            kept[name] = profile.model_validate({**known, **measured})
+            typer.echo(
+                f"{name}: loads {profile.load_bandwidth / 1e9:.3g} GB/s after "
+                f"{format_number(profile.load_latency * 1e3)} ms, stores "
+                f"{profile.store_bandwidth / 1e9:.3g} GB/s after "
+                f"{format_number(profile.store_latency * 1e3)} ms"
+            )
+        whole = machine.model_copy(update={"tiers": kept})
+        if profiles:
+            write_result(save, whole.model_dump(mode="json", exclude_none=True))
 
 
-def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
+def _measure(chain: Any, block_bytes: int, live: Collection[str], profiles: dict[str, Any]) -> None:
     from spec.plugins import stdout_to_stderr
     from tiers.tuning.profiling import profile_tiers
 
     with stdout_to_stderr(), bar("", len(chain.tiers), -1) as update:  # stores may print
-        return profile_tiers(
-            chain, block_bytes, live=live, progress=lambda tier: update(advance=1, description=tier)
-        )
+        args = chain, block_bytes, live, lambda tier: update(advance=1, description=tier)
+        profiles.update(profile_tiers(*args))

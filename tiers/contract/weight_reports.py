@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tiers.contract.marks import AdapterReports
@@ -51,17 +52,18 @@ class Seen(NamedTuple):
 class WeightReport(NamedTuple):
     """What ranks saw since the last step. `over`: a generation whose weights have changed, or whose
     KV is gone. `seen`: by the numbers of looks; empty where there is one rank. `adapters`: those
-    that were loaded. `missed`: steps that never came to the only rank."""
+    that were loaded. `missed`: on how many of the ranks a step never came."""
 
     over: bytes | None
     seen: Mapping[int, Seen]
     adapters: AdapterReports = {}  # noqa: RUF012 - it is a constant
-    missed: Set[int] = frozenset()
+    missed: Mapping[int, int] = {}
 
     def fold(self, other: WeightReport) -> WeightReport:
         seen = {number: seen.fold(other.seen.get(number)) for number, seen in self.seen.items()}
         adapters = {**other.adapters, **self.adapters}
-        return WeightReport(self.over or other.over, {**other.seen, **seen}, adapters)
+        missed = Counter(self.missed) + Counter(other.missed)
+        return WeightReport(self.over or other.over, {**other.seen, **seen}, adapters, missed)
 
 
 class WeightOrders(NamedTuple):

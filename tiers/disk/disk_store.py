@@ -15,9 +15,9 @@ from spec.fields import format_size
 from spec.offloading import StoreContext
 from tiers.block import digest, expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import spread
+from tiers.concurrency.executors import BATCH_THREADS, spread
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
+from tiers.disk.folder.open_folder import OpenFolder, require_own
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.index.edit import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.index.index import UNREADABLE
@@ -75,8 +75,8 @@ class DiskStore(Capable):
         self._folder = open_folders.acquire(path, capacity, access)
         self._closed = False
         processors = len(os.sched_getaffinity(0))
-        copiers = max(1, min(THREADS, processors // PROCESSORS_A_WRITER))
-        self._writers = THREADS if self._folder.slabs.is_direct else copiers
+        copiers = max(1, min(BATCH_THREADS, processors // PROCESSORS_A_WRITER))
+        self._writers = BATCH_THREADS if self._folder.slabs.is_direct else copiers
         self._damaged, self._put_counts = LockedCounter(), LockedCounter()
         where = f"disk tier {path}"
         self._failed_writes = RepeatedLog(logger, where, "writes failed")
@@ -141,7 +141,7 @@ class DiskStore(Capable):
         """As `Recent` says; the index knows a block's use, and the block its whole key."""
         with self._folder.in_use() as folder:
             rows, after = folder.index.recent(index_key_prefix(namespace), count, before)
-            keys = spread(lambda row: _key(folder, *row), rows, folder.threads, THREADS)
+            keys = spread(lambda row: _key(folder, *row), rows, folder.threads, BATCH_THREADS)
         return RecentBlocks([key for key in keys if key.startswith(namespace)], after)
 
     def describe(self) -> str:
@@ -225,7 +225,7 @@ class DiskStore(Capable):
                 if entry is not None and entry.payload_bytes == len(block.payload)
             ]
             jobs.sort(key=itemgetter(0))
-            of_runs = spread(partial(_read, folder), _runs(jobs), folder.threads, THREADS)
+            of_runs = spread(partial(_read, folder), _runs(jobs), folder.threads, BATCH_THREADS)
             outcomes = [*chain.from_iterable(of_runs)]
             self._drop_damaged(folder, jobs, outcomes)
             failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from tiers.block import NAMESPACE_BYTES, expect, parse_header, verify
-from tiers.concurrency.executors import spread
+from tiers.concurrency.executors import BATCH_THREADS, spread
 from tiers.disk.folder.folder import Folder
-from tiers.disk.folder.open_folder import THREADS, OpenFolder
+from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.folder.owner import scan_owners
 from tiers.disk.index.edit import Entry, index_key, key_digest
@@ -61,7 +61,7 @@ class DiskRecords:
 
     def read(self, some: Sequence[StoredRecord], use: Use = ignore) -> list[Finding]:
         with self._open().in_use() as folder:
-            read = spread(partial(self._read, folder, use=use), some, folder.threads, THREADS)
+            read = spread(partial(self._read, folder, use=use), some, folder.threads, BATCH_THREADS)
             return [finding for finding, _ in read]
 
     def _read(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
+from weakref import WeakKeyDictionary
 
 from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
@@ -116,16 +116,20 @@ def _sleeps(vllm_config: VllmConfig) -> bool:
 def before_sleeps(vllm_config: VllmConfig, worker: Any, notify: Callable[[], object]) -> None:
     """Call a method, while its object is there, before the memory of the paged KV goes away: a
     trainer may ask the `worker` or vLLM's allocator for that, past the engine, which waits for
-    loads. Only from 0.33 does a worker announce it, and the allocator never does."""
-    let_go = WeakMethod(notify)
+    loads. Only from 0.33 does a worker announce it, and the allocator, which is wrapped once for
+    all engines of a process, never does."""
+    method: Any = notify
+    for owner in filter(None, (worker, _allocator() if _sleeps(vllm_config) else None)):
+        if (told := vars(owner).get("kvtiers_told")) is None:
+            told = owner.kvtiers_told = WeakKeyDictionary()
+            for name in ("sleep", "discard"):
+                before_calls(owner, name, partial(_tell, told))
+        told[method.__self__] = method.__func__
 
-    def tell() -> None:
-        if (alive := let_go()) is not None:
-            alive()
 
-    for owner in (worker, _allocator() if _sleeps(vllm_config) else None):
-        for name in ("sleep", "discard"):
-            before_calls(owner, name, tell)
+def _tell(told: WeakKeyDictionary[Any, Callable[[Any], object]]) -> None:
+    for one, call in [*told.items()]:
+        call(one)
 
 
 def is_asleep(vllm_config: VllmConfig) -> bool:

@@ -36,8 +36,9 @@ def profile_tiers(
     block_bytes: int,
     live: Collection[str] = (),
     progress: Callable[[str], None] = lambda tier: None,
-) -> dict[str, TierProfile]:
+) -> Iterator[tuple[str, TierProfile]]:
     """Measure each tier: `TOTAL_BYTES` at most (but eight blocks at least) are stored and loaded.
+    Yields its name and profile before the next is measured.
 
     A store is measured in a place of its own beside the engines'. One of the tiers called `live` is
     measured in the engines' place: it keeps the blocks under keys that nobody else has, evicts as
@@ -45,7 +46,6 @@ def profile_tiers(
     TierUnusable, CannotMeasure; the latter for a tier that can't be moved before any is measured.
     """
     count = max(LEAST_BLOCKS, TOTAL_BYTES // block_bytes)
-    profiles = {}
     with ExitStack() as places:
         moved = [_moved(tier, live, places) for tier in chain.tiers]
         for tier in moved:
@@ -54,10 +54,9 @@ def profile_tiers(
                 capacity: int | None = getattr(tier, "capacity", None)
                 fitting = count if capacity is None else capacity // (2 * block_bytes)
                 most = max(LEAST_BLOCKS, min(count, fitting))
-                profiles[tier.tier_name] = _store_profile(tier, block_bytes, most)
+                yield tier.tier_name, _store_profile(tier, block_bytes, most)
             elif isinstance(tier, HostSpec):
-                profiles[tier.tier_name] = _host_profile(block_bytes, count)
-    return profiles
+                yield tier.tier_name, _host_profile(block_bytes, count)
 
 
 def _moved(tier: OffloadingSpec, live: Collection[str], places: ExitStack) -> OffloadingSpec:

@@ -454,3 +454,40 @@ def test_who_runs_is_not_loaded_beside_the_steps(is_resumed: bool) -> None:
         step.scheduled_cached_reqs = CachedRequests(["r"], {"r"}, [([1],)], [0])
     table.begin_step(step)
     assert not table.loads_beside
+
+
+def test_what_an_answer_adds_after_a_reset_is_noted_with_its_blocks_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hundreds answer, and each step would note the last block of each."""
+    noted: list[int] = []
+    note = RequestTable._note_older
+
+    def counted(
+        table: RequestTable, request_state: RequestState, before: int, begins: bool
+    ) -> None:
+        noted.append(before)
+        note(table, request_state, before, begins)
+
+    monkeypatch.setattr(RequestTable, "_note_older", counted)
+    table = used_table()
+    table.reset()
+    request_state = table.of(FakeRequest("r", 4, [b"%d" % block for block in range(6)]))
+    table.begin_step(FakeStep({"r": 4}, FakeNewRequest("r", 0, ([1, 2],))))
+    for before in range(4, 20):
+        added = ([before // 4 + 2],) if before % 4 == 0 and before > 4 else None
+        step: Any = FakeStep({"r": 1})
+        step.scheduled_cached_reqs = CachedRequests(["r"], set(), [added], [before])
+        table.begin_step(step)
+    assert len(noted) <= 8, "4 blocks, each of which is noted when it is given and when it is full"
+    assert not request_state.is_outdated
+    found = table.of(FakeRequest("again", 24, [b"%d" % block for block in range(6)]))
+    table.begin_step(FakeStep({"again": 4}, FakeNewRequest("again", 20, ([1, 2, 4, 5, 6, 7],))))
+    assert not found.is_outdated, "all of it was computed since"
+
+
+def test_a_list_of_connectors_counts_no_older_request_which_its_chain_does() -> None:
+    table = RequestTable.of_connectors(4)
+    table.begin_step(SOME_STEP)
+    table.reset()
+    assert not ask_again(table, 4).is_outdated and not table.take_measures()

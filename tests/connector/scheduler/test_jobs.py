@@ -34,12 +34,12 @@ def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
             items = [LoadItem(b"%d" % n, n, None) for n in range(blocks)]
             numbers = [*range(blocks)]
             load = LoadJob(jobs.next_id(), "request", items, 1.0, b"")
-            jobs.begin(PendingLoad(load, tier_request, numbers, numbers, SharedLoad(1), 0))
+            jobs.begin(PendingLoad(load, tier_request, numbers, numbers, SharedLoad(1)), 0)
             in_flight[load.job_id] = ("loading", blocks, 0)
         elif rng.random() < 0.5:
             stored = [StoreItem(b"%d" % n, n, n) for n in range(blocks)]
             store = StoreJob(jobs.next_id(), stored)
-            jobs.begin(PendingStore(store))
+            jobs.begin(PendingStore(store), 0)
             in_flight[store.job_id] = ("storing", blocks, 0)
         elif in_flight:
             job_id = rng.choice([*in_flight])

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,22 @@ def test_nothing_is_stored_of_a_step_that_raises(lagging: Lagging, seen: bool) -
             save(number)
     failed = {number: store.future.result().failed for number, store in stores.items()}
     assert failed == {0: set()} | {number: {0} for number in behind}
+
+
+def test_what_a_step_that_never_came_was_to_flush_is_flushed_by_those_behind_it(
+    lagging: Lagging,
+) -> None:
+    """Its loads, which are ordered again, overwrite what is perhaps read still."""
+    waited: list[int] = []
+    lagging.step(numbered_job(0))
+    gather: Any = SimpleNamespace(wait=lambda: waited.append(0))
+    lagging.worker._stores[0].gather = gather
+    lagging.worker.handle_preemptions(OffloadingConnectorMetadata())
+    assert not waited
+    lagging.worker._host.watch.stopped = "a step failed"
+    lagging.worker.handle_preemptions(OffloadingConnectorMetadata())
+    assert waited == [0]
+    lagging.pace.resume()
 
 
 def test_a_tier_has_threads_for_as_many_loads_as_its_spec_says() -> None:

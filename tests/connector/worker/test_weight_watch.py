@@ -204,10 +204,10 @@ def test_nobody_waits_for_a_rank_that_a_step_never_came_to(lost: int) -> None:
 
 
 def test_reports_fold() -> None:
-    one = WeightReport(None, {1: Seen(1, True), 2: Seen(1, True)})
-    two = WeightReport(b"x", {2: Seen(1, False), 3: Seen(1, True)})
+    one = WeightReport(None, {1: Seen(1, True), 2: Seen(1, True)}, missed={1: 1})
+    two = WeightReport(b"x", {2: Seen(1, False), 3: Seen(1, True)}, missed={1: 1, 2: 1})
     seen = {1: Seen(1, True), 2: Seen(2, False), 3: Seen(1, True)}
-    assert one.fold(two) == WeightReport(b"x", seen)
+    assert one.fold(two) == WeightReport(b"x", seen, missed={1: 2, 2: 1})
 
 
 def test_steps_that_never_came_are_reported_once() -> None:
@@ -216,5 +216,5 @@ def test_steps_that_never_came_are_reported_once() -> None:
     assert watch.report() is None
     for step in (2, 5):  # the second one comes before a report
         watch.bind(WeightOrders(step=step))
-    assert watch.report() == WeightReport(None, {}, missed={1, 3, 4})
+    assert watch.report() == WeightReport(None, {}, missed={1: 1, 3: 1, 4: 1})
     assert watch.report() is None

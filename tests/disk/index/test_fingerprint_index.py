@@ -17,9 +17,9 @@ import pytest
 from tests.disk.audit import LMDB_PAGE, Other, folder_of, get, keys, open_disk, opened, put
 from tests.disk.child import NUMBERS, running
 from tests.support.clock import wait_for
+from tiers.concurrency.executors import BATCH_THREADS
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import upkeep
-from tiers.disk.folder.open_folder import THREADS
 from tiers.disk.folder.upkeep import Upkeep
 from tiers.disk.index import edit, fingerprint_index
 from tiers.disk.index.edit import ADDED, fingerprint, index_key
@@ -284,9 +284,9 @@ def test_a_table_takes_no_thread_of_reads_and_writes(
         put(store, keys(0))
         store.peek(keys(0))
         assert begun.wait(WAIT_S)
-        meeting = threading.Barrier(THREADS)
-        met = [folder_of(store).threads.submit(meeting.wait, WAIT_S) for _ in range(THREADS)]
-        assert sorted(one.result() for one in met) == list(range(THREADS))
+        meeting = threading.Barrier(BATCH_THREADS)
+        met = [folder_of(store).threads.submit(meeting.wait, WAIT_S) for _ in range(BATCH_THREADS)]
+        assert sorted(one.result() for one in met) == list(range(BATCH_THREADS))
         over.set()
 
 

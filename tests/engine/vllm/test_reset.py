@@ -293,3 +293,37 @@ def test_a_load_whose_step_raised_before_the_worker_had_it_ends(
     policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
     assert policy.tokens == [plain.tokens[0], *plain.tokens]
     assert policy.cached[1] == [FULL]
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+@pytest.mark.parametrize("where", ["logits", "forward"])
+@pytest.mark.parametrize("options", [IN_PROCESS, AHEAD], ids=["one step", "two steps"])
+def test_a_load_ends_whose_end_went_with_a_step_that_raised(
+    run_vllm: Callable[..., Run], options: dict[str, Any], where: str
+) -> None:
+    """As where a device has no memory for logits, and who called the engine goes on."""
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    one, other = ASKED
+    raises = [("raise_behind_a_load", {"asked": one[0][0], "where": where})]
+    options = {**options, "enable_prefix_caching": False}
+    plain = run_vllm([one, other], **options)
+    policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
+    assert policy.tokens == [plain.tokens[0], *plain.tokens]
+    assert policy.cached[1] == [FULL]
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["raise_under_a_load", "lose_an_end"])
+def test_a_load_of_two_ranks_whose_step_raised_ends(run_vllm: Callable[..., Run], how: str) -> None:
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    one, other = ASKED
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **IN_PROCESS["env"]}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "env": bound}
+    options["enable_prefix_caching"] = False
+    plain = run_vllm([one, other], **options)
+    raises = [(how, {"asked": one[0][0]})]
+    policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
+    assert policy.tokens == [plain.tokens[0], *plain.tokens]
+    assert policy.cached[1] == [FULL]

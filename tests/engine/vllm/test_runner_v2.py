@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import jobs
 from tests.engine.conftest import runs
+from tests.engine.vllm import test_reset
+from tests.engine.vllm.test_reset import AHEAD, IN_PROCESS
 from tests.engine.vllm.test_states import (
     run_states,
     test_states_and_attention_come_back_from_every_tier,
@@ -63,3 +66,12 @@ def test_scales_of_loaded_blocks_are_not_overwritten_by_the_first_step(
     restarted = run_vllm([batch], **options)
     assert (computed.cached, restarted.cached) == ([[0]], [[32]])
     assert restarted.tokens == computed.tokens
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("options", [IN_PROCESS, AHEAD], ids=["one step", "two steps"])
+def test_a_load_begins_in_the_next_step_whose_own_raised(
+    run_vllm: Callable[..., Run], options: dict[str, Any]
+) -> None:
+    """This runner begins it behind its forward, and leaves it out then."""
+    test_reset.test_a_load_ends_whose_end_went_with_a_step_that_raised(run_vllm, options, "forward")

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,6 @@ def sleep_past(llm: Any) -> None:
 def raise_under_a_load(llm: Any, asked: list[int]) -> bool:
     """Have a step raise that orders a load, before the worker has it, and go on with the engine;
     False: the request never ends."""
-    from vllm import SamplingParams, TokensPrompt
-
     engine = llm.llm_engine
     executor = engine.model_executor
     execute = executor.execute_model
@@ -191,16 +189,103 @@ def raise_under_a_load(llm: Any, asked: list[int]) -> bool:
         executor.execute_model = execute
         raise MemoryError("there is none for the step")
 
-    params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-    engine.add_request("waits", TokensPrompt(prompt_token_ids=asked), params)
+    ask(engine, "waits", asked, 8)
     executor.execute_model = execute_model
     with suppress(MemoryError):
         engine.step()
     assert executor.execute_model is execute, "no step has raised"
+    end(engine)
+    return not engine.has_unfinished_requests()
+
+
+def raise_behind_a_load(llm: Any, asked: list[int], where: str) -> bool:
+    """Have a step raise whose end says that a load has ended (`where`: logits), or that begins one
+    (forward), on the worker of this process, and go on with the engine; False: the request that
+    loads never ends."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine, connector = llm.llm_engine, get_kv_transfer_group()
+    model = engine.model_executor.driver_worker.model_runner.model
+    forward, compute_logits = model.forward, model.compute_logits
+    results = connector.get_transfer_results
+    has_ended, has_raised = threading.Event(), threading.Event()
+
+    def noted(*args: Any) -> Any:
+        found = results(*args)
+        if found.finished_recving:
+            has_ended.set()
+        return found
+
+    def loads() -> bool:
+        orders = getattr(connector._metadata, "metadata", ())
+        return any(part.reqs_to_load for part in orders)
+
+    def raising(call: Any, now: Callable[[], bool]) -> Any:
+        def calling(*args: Any, **more: Any) -> Any:
+            if not has_raised.is_set() and now():
+                has_raised.set()
+                raise MemoryError("there is none for the step")
+            return call(*args, **more)
+
+        return calling
+
+    connector.get_transfer_results = noted
+    if where == "forward":
+        model.forward = raising(forward, loads)
+    else:
+        model.compute_logits = raising(compute_logits, has_ended.is_set)
+    ask(engine, "runs", asked[:20][::-1], 200)
+    engine.step()
+    ask(engine, "waits", asked, 8)
+    with suppress(MemoryError):
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert has_raised.is_set(), "no step has raised"
+    engine.abort_request(["runs"])  # what its step computed is lost to it
+    has_ended.clear()
+    end(engine)
+    model.forward, model.compute_logits = forward, compute_logits
+    connector.get_transfer_results = results
+    return not engine.has_unfinished_requests()
+
+
+def lose_an_end(llm: Any, asked: list[int]) -> bool:
+    """As `raise_behind_a_load`, for workers of other processes: each step raises behind its end,
+    until one has said that the load has ended."""
+    engine = llm.llm_engine
+    executor = engine.model_executor
+    execute, ended = executor.execute_model, list[bool]()
+
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        output = execute(*args, **{**kwargs, "non_block": False})
+        of_connector = getattr(output, "kv_connector_output", None)
+        ended.append(bool(getattr(of_connector, "finished_recving", None)))
+        raise MemoryError("there is none for the step")
+
+    ask(engine, "waits", asked, 8)
+    executor.execute_model = execute_model
+    late = time.monotonic() + 20
+    while not any(ended) and time.monotonic() < late:
+        with suppress(MemoryError):
+            engine.step()
+    executor.execute_model = execute
+    assert any(ended), "no load has ended"
+    end(engine)
+    return not engine.has_unfinished_requests()
+
+
+def ask(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+    engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
+
+
+def end(engine: Any) -> None:
+    """Step until all requests have ended, or should have."""
     late = time.monotonic() + 20
     while engine.has_unfinished_requests() and time.monotonic() < late:
         engine.step()
-    return not engine.has_unfinished_requests()
 
 
 class Trained:

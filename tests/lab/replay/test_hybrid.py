@@ -134,9 +134,9 @@ def test_each_part_of_a_load_is_noted_by_its_block(
     loads: list[PendingLoad] = []
     begin = Jobs.begin
 
-    def begun(self: Jobs, pending: Pending) -> None:
+    def begun(self: Jobs, pending: Pending, step: int) -> None:
         loads.extend([pending] if isinstance(pending, PendingLoad) else [])
-        begin(self, pending)
+        begin(self, pending, step)
 
     monkeypatch.setattr(Jobs, "begin", begun)
     hashes = one.generate(PROMPT).block_hashes

@@ -5,13 +5,16 @@ What it has in common with the disk is in tests/test_store_faults.py, with its o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +172,35 @@ def test_a_full_server_stores_what_fits_and_serves_on() -> None:
         assert put(store, keys[-1]) == [False]
         store.drop(keys)
         assert put(store, keys[-1]) == [True]
+
+
+@pytest.mark.fault
+def test_a_full_server_is_asked_whether_it_has_memory_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = RedisServer(binaries()["valkey"], maxmemory="8mb", maxmemory_policy="noeviction")
+    keys = [make_key() for _ in range(200)]
+    with full as server, opened(server.url, timeout="10s") as store:
+        stored = put(store, *keys)
+        refused = [key for key, held in zip(keys, stored, strict=True) if not held]
+        assert store.warning()
+        server.client().config_set("maxmemory", 200 << 20)
+        assert store.warning(), "a second has not passed"
+        clock = itertools.count(time.monotonic() + 10, 10)
+        monkeypatch.setattr(redis_store, "time", SimpleNamespace(monotonic=clock.__next__))
+        server.client().config_set("maxmemory", 1 << 20)
+        assert put(store, refused[0]) == [False]
+        assert store.warning() == store.warning() != ""
+        server.client().config_set("maxmemory", 200 << 20)
+        assert store.warning() == ""
+        time.sleep(0.05)
+        assert store.has(keys) == stored, "what it was asked with is gone"
+        server.client().config_set("maxmemory", 1 << 20)
+        assert put(store, refused[0]) == [False]
+        server.client().config_set("maxmemory", 200 << 20)
+        with opened(server.url, timeout="10s") as other:
+            assert put(other, refused[0]) == [True]
+        assert store.warning() == "" and get(store, refused[0]) == [True]
 
 
 @pytest.mark.fault

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
 from tiers.contract.changes import ChangeOrder, ChangeReport
@@ -96,7 +97,8 @@ class MultiConnectorMetadata:
     number under which the scheduler measures how long the step takes; None: it does not. `weights`:
     orders for looks at the weights. `changes`: of the chain, which come before all else. `pieces`:
     requests that several connectors begin to load, and the paged blocks of each, by its place.
-    `names`: of the children that the orders are for.
+    `names`: of the children that the orders are for. `heard`: of each rank, the numbers of the last
+    reports that came; one before them that is not among them was lost.
     """
 
     metadata: tuple[Any, ...]
@@ -106,26 +108,30 @@ class MultiConnectorMetadata:
     changes: tuple[ChangeOrder, ...] = ()
     pieces: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    heard: Mapping[int, Set[int]] = field(default_factory=dict)
 
 
 @dataclass
 class MultiWorkerMetadata:
     """What the children of one worker finished, the number of the step that is over, what was
-    seen of the weights, and what was done of changes."""
+    seen of the weights, and what was done of changes. `reports`: of each rank that may have to send
+    it again, its number, and those of earlier ones that it does not know to be heard."""
 
     metadata: tuple[Any, ...]
     step: int | None = None
     weights: WeightReport | None = None
     changes: ChangeReport | None = None
+    reports: dict[int, tuple[int, Set[int]]] = field(default_factory=dict)
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
-        """Both ranks' metadata, child by child."""
-        pairs = zip(self.metadata, other.metadata, strict=True)
+        """Both ranks' metadata, child by child. One of before tiers came has no part for them."""
+        pairs = zip_longest(self.metadata, other.metadata)
         return MultiWorkerMetadata(
             tuple(_both(a, b, lambda one, more: one.aggregate(more)) for a, b in pairs),
             self.step,
             _both(self.weights, other.weights, WeightReport.fold),
             _both(self.changes, other.changes, ChangeReport.fold),
+            self.reports | other.reports,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.explainer = settings.explainer
         self._prompt_tokens = 0
         self._more_saves: dict[str, int] = {}
+        self._heard: dict[int, Set[int]] = {}
+        self._missed: Counter[int] = Counter()
         self._has_strangers = False
         """Whether workers may have another chain, which they find out by their first orders."""
 
@@ -319,7 +321,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._stood = 0 if runs else self._stood + 1
         orders = self._agreement.orders(metadata, step.number, step.is_first)
         parts = metadata, saves, number, orders, changes, pieces
-        return MultiConnectorMetadata(*parts, self.names)
+        return MultiConnectorMetadata(*parts, self.names, {**self._heard})
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and reports how long that took."""
@@ -345,11 +347,16 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.
             parts = (*whole.metadata, *(None,) * (len(self.children) - len(whole.metadata)))
+            for rank, (number, unheard) in whole.reports.items():
+                self._heard[rank] = {number} | (self._heard.get(rank, set()) & unheard)
             if whole.weights is not None:
                 self._requests.take_reports(whole.weights.adapters)
-                # They raised before workers had them, in an engine that goes on.
-                for loader in self._loaders.values() if whole.weights.missed else ():
-                    loader.load_again(whole.weights.missed)
+                self._missed.update(missed := whole.weights.missed)
+                # They raised before ranks had them, in an engine that goes on. What one rank had
+                # would end twice there.
+                steps = {step for step in missed if self._missed[step] == self.engine.world_size}
+                for loader in self._loaders.values() if steps else ():
+                    loader.missed(steps)
             if whole.changes is not None and self.changes is not None:
                 self.changes.heard(whole.changes)
 

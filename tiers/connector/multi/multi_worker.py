@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from tiers.connector.multi.worker_changes import ChangeParts, WorkerChanges
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
 from tiers.contract.weight_reports import Watch
+
+_Report = tuple[TransferResults, set[int], MultiWorkerMetadata]
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
@@ -43,6 +45,19 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._saves_awaited: dict[str, Awaited] = {}
         self._loads_awaited: dict[str, Awaited] = {}
         self._failed_blocks: set[int] = set()
+        # A list reports again for its chain, too: it has taken in what ended there.
+        inner = [child for child in self.children if isinstance(child, MultiWorker)]
+        ranks = [child._rank for child in inner] if parts is None else [parts.rank]
+        self._rank: int = max(ranks, default=-1)
+        for child in inner:
+            child._rank = -1
+        self._unheard: dict[int, _Report] = {}
+        """By number, the reports of steps that may have raised behind them: ends, blocks that
+        failed to load, and what our scheduler's half gets."""
+        self._lost: list[_Report] = []
+        self._results, self._blocks = TransferResults(), set[int]()
+        self._loaded: object = None
+        """The orders whose loads have begun."""
         self._handled: BaseException | None = None
         """What the engine's caller is handling while this step runs."""
 
@@ -88,8 +103,18 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._follow(connector_metadata)
         for request, more in connector_metadata.extra_async_saves.items():
             self._saves_awaited[request] = Awaited(more + 1)
+        heard = connector_metadata.heard.get(self._rank, frozenset())
+        for number in [number for number in self._unheard if number <= max(heard, default=-1)]:
+            report = self._unheard.pop(number)
+            self._lost += [] if number in heard else [report]
         self._handled = sys.exception()
         self._watch.bind(connector_metadata.weights)
+        if self._metadata is not None and self._chain_changes is not None:
+            # Model Runner V2 leaves out what is behind that which raised in a step. Of its blocks
+            # none is stored.
+            if self._metadata is not self._loaded:
+                self.start_load_kv(None)
+            self.for_each(lambda child: child.wait_for_save())
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
             child.bind_connector_metadata(orders)
         super().bind_connector_metadata(connector_metadata)
@@ -118,6 +143,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._loaded = self._metadata
         orders = getattr(self._metadata, "metadata", ())
         tiers = [tier for tier in orders if isinstance(tier, OffloadingConnectorMetadata)]
         loading = Counter(job.request_id for tier in tiers for job in tier.reqs_to_load)
@@ -160,6 +186,10 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         have, which `get_block_ids_with_load_errors` reports in the same step.
         """
         whole = TransferResults()
+        for results, blocks, _ in self._lost:
+            for name, ended in vars(results).items():
+                getattr(whole, name).update(ended)
+            self._failed_blocks |= blocks
         for place, child in enumerate(self.children):
             results = _transfer_results(child, finished_req_ids)
             for request in results.failed_recving:
@@ -169,11 +199,13 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
                     whole.failed_recving.add(request)
             whole.finished_recving |= _last(self._loads_awaited, results.finished_recving)
             whole.finished_sending |= _last(self._saves_awaited, results.finished_sending)
+        self._results = whole
         return whole
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
-        return failed.union(*(c.get_block_ids_with_load_errors() for c in self.children))
+        self._blocks = failed.union(*(c.get_block_ids_with_load_errors() for c in self.children))
+        return self._blocks
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """What every child finished, and what was seen of the weights; None: nothing, and the step
@@ -181,10 +213,22 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         metadata = tuple(child.build_connector_worker_meta() for child in self.children)
         weights, step = self._watch.report(), getattr(self._metadata, "step", None)
         changes = None if self._chain_changes is None else self._chain_changes.report()
-        news = (weights, step, changes, *metadata)
-        if all(part is None for part in news):
+        whole = MultiWorkerMetadata(metadata, step, weights, changes)
+        for *_, lost in self._lost:
+            whole = replace(lost.aggregate(whole), step=step)
+        self._lost = []
+        results, self._results = self._results, TransferResults()
+        parts = whole.weights, whole.changes, *whole.metadata
+        is_news = any(part is not None for part in parts)
+        has_ends = bool(self._blocks) or any(vars(results).values())
+        if self._rank >= 0 and (is_news or has_ends or self._unheard):
+            number = self._metadata.weights.step
+            whole.reports = {self._rank: (number, {*self._unheard})}
+            if is_news or has_ends:
+                self._unheard[number] = results, self._blocks, whole
+        elif step is None and not is_news:
             return None
-        return MultiWorkerMetadata(metadata, step, weights, changes)
+        return whole
 
     def shutdown(self) -> None:
         """Shut every child down, and close what was prepared for a change."""

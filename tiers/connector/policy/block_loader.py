@@ -38,8 +38,8 @@ class BlockLoader(Explained, Protocol):
     ) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
 
-    def load_again(self, missed: Set[int]) -> None:
-        """Order the loads of steps again that no worker had."""
+    def missed(self, steps: Set[int]) -> None:
+        """No worker had these steps: order their loads again, and end all else they ordered."""
 
 
 class SharedLoad:

@@ -300,8 +300,7 @@ class RequestTable:
                 after // tokens != request_state.complete
                 or before < request_state.prompt_tokens
                 or request_state.to_offer_again
-                or (added and request_state.sure)
-                or self._computed_since is not None
+                or (added and (request_state.sure or self._computed_since is not None))
             ):
                 left = states.get(request_id, ())
                 self._runs(request_state, before, after, left, is_resumed=is_resumed)
@@ -426,7 +425,7 @@ class RequestTable:
         }
         for request_state in self._states.values():
             request_state.is_outdated = True
-        if not self._is_empty:
+        if not self._is_empty and self.engine.caches_prefixes:
             self._computed_since = set()
 
     def cache_emptied(self) -> None:

@@ -18,7 +18,7 @@ A request that a tier failed is not looked up in that tier again (`TierRequest.r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,15 +30,14 @@ from tiers.contract.messages import NO_PLACE, JobResult, LoadJob, MoveJob, Promp
 @dataclass
 class PendingLoad:
     """A load in flight. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
-    that item i belongs to. `shared`: the load of the request that it is a part of. `step`: that
-    orders it. `result`: of the ranks that have ended."""
+    that item i belongs to. `shared`: the load of the request that it is a part of. `result`: of the
+    ranks that have ended."""
 
     job: LoadJob
     tier_request: TierRequest
     blocks: list[int]
     of_block: list[int]
     shared: SharedLoad
-    step: int
     result: JobResult = field(default_factory=JobResult)
 
 
@@ -85,6 +84,8 @@ class Jobs:
         self._ranks = ranks
         self._ids = itertools.count()
         self._in_flight: dict[int, Pending] = {}
+        self._steps: dict[int, int] = {}
+        """Which step orders a job."""
         # Counted up and down: thousands may be in flight, and every step reports how much.
         self._counts = {kind: [0, 0] for kind in (PendingLoad, PendingStore, PendingSlots)}
         """Jobs and blocks of each kind."""
@@ -96,8 +97,9 @@ class Jobs:
         """The number of a new job, of any kind."""
         return next(self._ids)
 
-    def begin(self, pending: Pending) -> None:
+    def begin(self, pending: Pending, step: int) -> None:
         self._in_flight[pending.job.job_id] = pending
+        self._steps[pending.job.job_id] = step
         self._count(pending, 1)
 
     def _count(self, pending: Pending, sign: int) -> None:
@@ -113,16 +115,15 @@ class Jobs:
         pending.result.fold(result)
         if pending.result.ranks < self._ranks:
             return None
-        del self._in_flight[job_id]
+        del self._in_flight[job_id], self._steps[job_id]
         self._count(pending, -1)
         return pending
 
-    def loads_of(self, steps: Set[int], then: int) -> Iterator[LoadJob]:
-        """The loads that these steps order, which a step `then` orders from now on."""
-        for pending in self._in_flight.values():
-            if isinstance(pending, PendingLoad) and pending.step in steps:
-                pending.step = then
-                yield pending.job
+    def of_steps(self, steps: Set[int], then: int) -> list[Pending]:
+        """The jobs that these steps order, which a step `then` orders from now on."""
+        found = [job_id for job_id, step in self._steps.items() if step in steps]
+        self._steps |= dict.fromkeys(found, then)
+        return [self._in_flight[job_id] for job_id in found]
 
     @property
     def any_loading(self) -> bool:

@@ -26,6 +26,7 @@ from tiers.contract.block_groups import MISSING
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.messages import (
     NO_LOOKUP_TIMES,
+    JobResult,
     LoadItem,
     LoadJob,
     LookupTimes,
@@ -350,13 +351,19 @@ class OffloadingScheduler(SchedulerConnector):
         size = len(self._requests.groups)
         of_block = [number // size for number in numbers] if size > 1 else numbers
         step = self._requests.step.number + 1
-        self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared, step))
+        self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared), step)
         self._loads.append(job)
         self.load_cost.began(job.job_id, self._tokens(len(blocks)))
         self._begins(tier_request, len(blocks))
 
-    def load_again(self, missed: Set[int]) -> None:
-        self._loads += self._jobs.loads_of(missed, self._requests.step.number + 1)
+    def missed(self, steps: Set[int]) -> None:
+        ranks = self._requests.engine.world_size
+        for pending in self._jobs.of_steps(steps, self._requests.step.number + 1):
+            job = pending.job
+            if isinstance(pending, PendingLoad):
+                self._loads.append(pending.job)
+            else:
+                self._take_end(job.job_id, JobResult(ranks, {*range(len(job.items))}))
 
     def _parts(self, request_state: RequestState, blocks: list[int]) -> tuple[list[int], list[int]]:
         """The number of the key, and the paged block, of each part of these blocks that the engine
@@ -470,7 +477,7 @@ class OffloadingScheduler(SchedulerConnector):
         most = 0 if self._jobs.any_into_slots else batch_blocks(max(1, part))
         if moves := self.manager.shrink(most):
             orders.moves = MoveJob(self._jobs.next_id(), [*moves])
-            self._jobs.begin(PendingSlots(orders.moves))
+            self._jobs.begin(PendingSlots(orders.moves), self._requests.step.number)
         if (slots := pool.take_vacated()) is not None:
             orders.vacated = Vacated(slots, pool.resizes)
 
@@ -484,17 +491,20 @@ class OffloadingScheduler(SchedulerConnector):
         self._register_workers(meta.handshakes, in_step=True)
         self._tier.update(meta.health)
         for job_id, result in meta.jobs.items():
-            ended = self._jobs.end(job_id, result)
-            if isinstance(ended, PendingLoad):
-                self._load_ended(ended)
-            elif isinstance(ended, PendingStore):
-                self._stores.ended(ended)
-            elif ended is not None:
-                job, whole = ended.job, ended.result
-                if isinstance(job, MoveJob):
-                    self.manager.moved(job.items, whole.failed)
-                elif self._warming is not None:
-                    self._warming.ended(job, whole)
+            self._take_end(job_id, result)
+
+    def _take_end(self, job_id: int, result: JobResult) -> None:
+        ended = self._jobs.end(job_id, result)
+        if isinstance(ended, PendingLoad):
+            self._load_ended(ended)
+        elif isinstance(ended, PendingStore):
+            self._stores.ended(ended)
+        elif ended is not None:
+            job, whole = ended.job, ended.result
+            if isinstance(job, MoveJob):
+                self.manager.moved(job.items, whole.failed)
+            elif self._warming is not None:
+                self._warming.ended(job, whole)
 
     def take_events(self) -> list[BlockEvent]:
         return self._tier.kv_events.take()

@@ -271,7 +271,7 @@ class TierStores:
             at_once = is_whole and (place is NO_PLACE or len(items) <= most)
             stores[-1].shares.append(StoreShare(tier_request, numbers, at_once))
         for store in stores:
-            self._jobs.begin(store)
+            self._jobs.begin(store, requests.step.number)
             self._tier.count(store_taken=len(store.job.items))
         return [store.job for store in stores]
 

@@ -161,7 +161,7 @@ class Warming:
         if not items:
             return None
         job = LoadJob(self._jobs.next_id(), "", items, self._spec.seconds, self._tag)
-        self._jobs.begin(PendingSlots(job))
+        self._jobs.begin(PendingSlots(job), self._source.requests.step.number)
         self._in_flight += 1
         return job
 

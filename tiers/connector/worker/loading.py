@@ -14,7 +14,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from spec.offloading import LOADS_AT_ONCE
-from tiers.concurrency.executors import IoExecutor, wait_a_moment
+from tiers.concurrency.executors import BATCH_THREADS, IoExecutor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import LoggedOnce, RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
@@ -39,8 +39,6 @@ BOUNCES = 2
 is copied."""
 READ_BYTES = 16 << 20
 """Bytes of one of them, at most, but for one block."""
-READERS = 4
-"""Threads by which a disk reads: each has as many blocks of a piece, or one waits for another."""
 DROP_BELOW = 0.5
 """A load is dropped at its turn if it has less than this part of the seconds that loads of its size
 took of late: it could not end in time."""
@@ -223,7 +221,7 @@ class Loading:
         self._threads.bind(copier.cpus)
         self._readers.bind(copier.cpus)
         rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
-        rows -= rows % READERS if rows > READERS else 0
+        rows -= rows % BATCH_THREADS if rows > BATCH_THREADS else 0
         near: dict[str, Any] = {"cpus": copier.cpus, "device": copier.device}
         # Touched now: a first load would take twice as long otherwise.
         try:

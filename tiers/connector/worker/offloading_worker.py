@@ -274,7 +274,7 @@ class OffloadingWorker(WorkerConnector):
         jobs, may_store = meta.reqs_to_store if watch.may_store else [], watch.adapters.may_store
         true = [job for job in jobs if not job.adapter or may_store(job.adapter)]
         # Also where another rank stores them: a tier in host memory may share the gather.
-        gather = self._gather([item for job in true for item in job.items])
+        gather = self._gather([item for job in true for item in self._puts.in_order(job)])
         if gather is not None and self._host.engine.overwrites_early:
             gather.hold_engine()  # what the next step moves and zeroes first may be read still
         for job in true:
@@ -301,6 +301,8 @@ class OffloadingWorker(WorkerConnector):
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flush = kv_connector_metadata.jobs_to_flush
+        if self._host.watch.stopped:  # steps that never came may have ordered to flush others
+            flush = [*self._stores]
         # The host waits, also where the engine's device would: another connector beside ours may
         # write into these blocks by other means than the engine's stream.
         _fence(self._stores[job_id] for job_id in flush if job_id in self._stores)
@@ -358,6 +360,8 @@ class OffloadingWorker(WorkerConnector):
         health = HEALTHY
         if self._store is not None:
             health = warned(self._host.checksums.computed_here, self._store.health)
+            if health.is_degraded and health.writes_up:
+                self._puts.ask_again()
         health = warned(self._host.copier_warning(), health)
         if why := self._host.watch.stopped:
             health = health._replace(writes=False, writes_up=False, why=why)

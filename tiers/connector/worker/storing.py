@@ -12,7 +12,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.generation import space_of
-from tiers.contract.messages import JobResult, StoreJob
+from tiers.contract.messages import JobResult, StoreItem, StoreJob
 from tiers.store import GatheredBlock, Packs, Prefix, TierStore, batch_blocks, capability
 from tiers.wrappers.guard import Guarded
 
@@ -59,6 +59,7 @@ class Puts:
         # Blocks so far: the engine's thread counts those queued, the writer's those taken.
         self._queued = self._taken = 0
         self._results: dict[int, JobResult] = {}
+        self._ask_at = 0.0
 
     def serve(self, store: Guarded, namespace: bytes, notes: NamespaceNotes | None = None) -> None:
         """Put into `store` from now on, under the worker's `namespace`, of which a note is kept."""
@@ -68,12 +69,28 @@ class Puts:
         if notes is not None:
             notes.begin(namespace, lasts=True)
 
+    def in_order(self, job: StoreJob) -> Iterator[StoreItem]:
+        """A job's items in the order in which they are put, that in which their checksums are
+        computed: a batch waits for its own alone."""
+        most = batch_blocks(self._host.payload_bytes)
+        starts = range(0, len(job.items), most)
+        for start in starts if job.place.keys else reversed(starts):
+            yield from job.items[start : start + most]
+
     def begin(self, job: StoreJob, is_ours: bool) -> Future[JobResult]:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
         self._queued += len(job.items)
         verdict = self._host.watch.stores(job.generation)
         self._waiting.append(_QueuedPut(job, is_ours, verdict))
         return self._writer.submit(self._end, job.job_id)
+
+    def ask_again(self) -> None:
+        """Have a store that warned of its puts say how they would do now, once a second: else it
+        says so with the next put alone. Does not wait."""
+        now = self._host.now()
+        if self._store is not None and now >= self._ask_at:
+            self._ask_at = now + 1.0
+            self._writer.submit(self._store.put, [])
 
     def _end(self, job_id: int) -> JobResult:
         """Put the jobs that wait, unless this one was put with those before it."""

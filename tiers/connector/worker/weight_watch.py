@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Set
 from concurrent.futures import Future
 
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
@@ -111,7 +110,7 @@ class WeightWatch(Watch):
         self._is_shared = ranks > 1
         self._step, self._is_computed = -1, True
         self._is_kv_gone = False
-        self._missed: Set[int] = frozenset()
+        self._missed: dict[int, int] = {}
         self._generation: _Generation | None = None
         self._over: dict[bytes, None] = {}
         """The last of those that are over, in their order; orders of longer ago have ended."""
@@ -147,9 +146,8 @@ class WeightWatch(Watch):
         if orders.step is None:
             return
         missed = range(self._step + 1, orders.step)
-        if not self._is_shared:
-            self._missed |= {*missed}
-        elif missed:
+        self._missed |= dict.fromkeys(missed, 1)
+        if missed and self._is_shared:
             # Others wait for what was seen in these, and here nobody hears what they brought.
             self._unreported |= dict.fromkeys(missed)
             self.close()
@@ -225,7 +223,7 @@ class WeightWatch(Watch):
         for number in seen:
             del self._unreported[number]
         loaded = self.adapters.report()
-        missed, self._missed = self._missed, frozenset()
+        missed, self._missed = self._missed, {}
         if over is None and not seen and not loaded and not missed:
             return None
         return WeightReport(over, seen, {self._rank: loaded} if loaded else {}, missed)

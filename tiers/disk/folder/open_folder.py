@@ -16,7 +16,7 @@ import lmdb
 
 from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
-from tiers.concurrency.executors import IoExecutor, require_unforked
+from tiers.concurrency.executors import BATCH_THREADS, IoExecutor, require_unforked
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.owner import Owner, Owners, scan_owners
@@ -31,9 +31,6 @@ from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
 _PUNCH_BATCH = 512
 NO_ENTRIES: Mapping[bytes, Entry] = {}
-
-THREADS = 4
-"""Reads and writes in flight at once; 4 to 8 were fastest cold, and warm no slower than one."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +63,7 @@ class OpenFolder:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        self.threads = IoExecutor(THREADS, "disk")
+        self.threads = IoExecutor(BATCH_THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
         of_index = (self._reopen, self._write_uses, index.keep_pages)
         of_slots = (self._shrink, self._sweep, self._give_back)

@@ -131,7 +131,7 @@ class RedisStore(RedisNames):
         self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._others = RepeatedLog(logger, self._place, "values of another version were met")
-        self._full = ""
+        self._full, self._refused, self._ask_at = "", b"", 0.0
         self.may_touch = True
         """Whether the server was not seen to refuse TOUCH."""
         self._refusals = RepeatedLog(logger, self._place, "stores were refused for want of memory")
@@ -169,6 +169,8 @@ class RedisStore(RedisNames):
         if full:  # else all were there, which needs no memory
             self._full = OUT_OF_MEMORY if any(full) else ""
         if any(full):
+            self._refused = next(names[at] for at in missing if not held[at])
+            self._ask_at = time.monotonic() + 1
             self._refusals.log("%s: %s", self._place, self._full)
         return held
 
@@ -185,6 +187,20 @@ class RedisStore(RedisNames):
         return self._ask(names, "reads", deadline, b"EXISTS")
 
     def warning(self) -> str:
+        """What a server that is out of memory lacks. A second after it refused it is asked for a
+        moment's value under the name that it refused, if it has none by now."""
+        if self._full and time.monotonic() >= self._ask_at:
+            self._ask_at, names = time.monotonic() + 1, [self._refused]
+
+            def operation(stream: Stream, _: Sequence[int]) -> None:
+                value, now = Record(b"", b""), (b"PX", b"1")
+                answers = pipeline.store(stream, names, lambda _: value, now, self._window)
+                self._full = OUT_OF_MEMORY if answers[1] else ""
+
+            if any(self._ask(names, "reads", self._limit(1), b"EXISTS")):
+                self._full = ""
+            else:
+                self._dispatch(names, "writes", operation, self._limit(1))
         return self._full
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
