@@ -149,7 +149,7 @@ def test_it_is_as_quick_as_the_better_of_loading_and_computing(latency: float, r
     assert max(times) < 2.2 * computing, "no single request pays much for a probe"
 
 
-@pytest.mark.parametrize("bandwidth", [10, 20, 30, 35, 40, 45, 60, 100, 300, 1000, 3000, 10_000])
+@pytest.mark.parametrize("bandwidth", [10, 30, 40, 60, 300, 10_000])
 def test_from_10_mb_to_10_gb_a_second_it_is_never_a_tenth_slower(bandwidth: float) -> None:
     """A token has 4 KiB of KV and takes 0.1 ms to compute; the first request counts too."""
     made = World((0.0005, bandwidth * 1e6 / 4096), prefill=10_000.0)
@@ -552,7 +552,7 @@ def test_each_load_that_is_queued_costs_its_latency() -> None:
     assert pace is not None and pace.ready > 0.95, "it does not hang: six loads take as long"
 
 
-@pytest.mark.parametrize(("load", "at_once"), [(0.5, 2), (1.5, 2), (4.0, 2), (0.9, 8), (0.9, 16)])
+@pytest.mark.parametrize(("load", "at_once"), [(0.5, 2), (4.0, 2), (0.9, 16)])
 def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
     load: float, at_once: int
 ) -> None:
@@ -562,7 +562,7 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
     running: list[tuple[float, int]] = []
     free = [clock.now] * at_once
     hits, late, began = 0, [], clock.now
-    for job in range(1, 2001):
+    for job in range(1, 1001):
         blocks = LENGTHS[job % len(LENGTHS)]
         clock.now = began + job * FAR[0] / at_once / load
         while running and running[0][0] <= clock.now:
@@ -578,7 +578,7 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
             late.append((free[loader] - clock.now) / (blocks * BLOCK / made.prefill))
             hits += 1
     assert max(late) < 1.1
-    assert hits > 0.8 * min(2000, 2000 / load)
+    assert hits > 0.8 * min(1000, 1000 / load)
 
 
 def test_the_ninth_load_of_a_tier_that_loads_eight_at_once_waits_for_half_of_each() -> None:
