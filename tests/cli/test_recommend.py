@@ -121,7 +121,7 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 
 
 def arguments(served: Served, *more: object) -> list[object]:
-    budget = ["--budget", served.folder / "rates.yaml", "--chains", 40, "--processes", 1]
+    budget = ["--budget", served.folder / "rates.yaml", "--chains", 24, "--processes", 1]
     return ["recommend", "--folder", served.folder / "control", *budget, *more]
 
 

@@ -55,15 +55,15 @@ def store() -> Iterator[TroubledStore]:
     STORES[0].close()
 
 
-@pytest.fixture(params=["cpu", "disk", "redis", "all"])
+@pytest.fixture(params=["cpu", "redis", "all"])
 def tiers(request: Any, tmp_path: Path, shared_server: RedisServer) -> list[dict[str, Any]]:
-    """A tier of one type, and then one of each."""
+    """Host memory alone, a store alone, and then one of each type."""
     each = {
         "cpu": cpu(),
         "disk": disk(tmp_path / "disk"),
         "redis": redis(shared_server, tmp_path),
     }
-    return list(each.values()) if request.param == "all" else [each[request.param]]
+    return [*each.values()] if request.param == "all" else [each[request.param]]
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
+from spec.offloading import STAGING
 from tests.support.clock import wait_for
 from tests.support.replay import ReplayEngine, ReplayModel
 from tests.support.replay_chains import DENSE, MODEL, SLOT, measured, scheduler_of
@@ -30,22 +31,30 @@ def chain(staging: int | None = 16 * SLOT, **more: Any) -> ChainSpec:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "width"), [pytest.param(1, 3072, marks=pytest.mark.faults), (8, 384)]
+    ("ranks", "width", "part"), [pytest.param(1, 3072, 1, marks=pytest.mark.faults), (8, 384, 8)]
 )
 def test_a_disk_alone_stores_all_of_a_large_step(
-    engine: MakeEngine, tmp_path: Path, ranks: int, width: int
+    engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    width: int,
+    part: int,
 ) -> None:
+    """`part`: of its tokens, and of the memory that a chain has by default."""
+    monkeypatch.setattr("tiers.contract.pool_size.STAGING", STAGING // part)
+    blocks = BLOCKS // part
     disk = {"type": "disk", "path": str(tmp_path), "capacity": "1GiB", "io": "buffered"}
     made = engine(
         load_chain({"version": 1, "tiers": [disk]}),
         model=ReplayModel(layers=2, block_tokens=16, width=width),
-        num_blocks=BLOCKS + 2,
-        batch_tokens=STEP,
+        num_blocks=blocks + 2,
+        batch_tokens=STEP // part,
         world_size=ranks,
     )
-    made.generate(range(STEP), 1)
+    made.generate(range(STEP // part), 1)
     made.settle()
-    assert measured(made, "stored_blocks", "disk") == BLOCKS * ranks
+    assert measured(made, "stored_blocks", "disk") == blocks * ranks
     assert not any("dropped" in name for name in made.stats["disk"])
 
 

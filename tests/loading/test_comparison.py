@@ -139,17 +139,7 @@ FAST = (0.001, 100_000.0)
 SLOW = (0.001, 100.0)
 
 
-@pytest.mark.parametrize(("latency", "rate"), [FAST, SLOW, (0.5, 1e6), (0.0, 900), (0.0, 1200)])
-def test_it_is_as_quick_as_the_better_of_loading_and_computing(latency: float, rate: float) -> None:
-    made = world((latency, rate))
-    loading, computing = latency + 1024 / rate, 1024 / 1000
-    made.run_many(3)
-    times = made.run_many(200)
-    assert sum(times) / len(times) < 1.1 * min(loading, computing)
-    assert max(times) < 2.2 * computing, "no single request pays much for a probe"
-
-
-@pytest.mark.parametrize("bandwidth", [10, 20, 30, 35, 40, 45, 60, 100, 300, 1000, 3000, 10_000])
+@pytest.mark.parametrize("bandwidth", [10, 30, 40, 60, 300, 10_000])
 def test_from_10_mb_to_10_gb_a_second_it_is_never_a_tenth_slower(bandwidth: float) -> None:
     """A token has 4 KiB of KV and takes 0.1 ms to compute; the first request counts too."""
     made = World((0.0005, bandwidth * 1e6 / 4096), prefill=10_000.0)
@@ -355,15 +345,6 @@ def test_a_load_is_worth_waiting_for_as_long_as_computing_takes() -> None:
     assert made.choose(blocks=4).within == LEAST_PATIENCE
 
 
-def test_one_odd_load_does_not_condemn_a_tier() -> None:
-    made = world((0.0, 50_000.0))
-    made.run_many(20)
-    made.links[0] = (0.0, 100.0)
-    made.run()
-    made.links[0] = (0.0, 50_000.0)
-    assert made.child() == 0
-
-
 def test_the_engine_is_measured_also_where_everything_could_be_loaded() -> None:
     """A load takes longer than computing would, and is never late."""
     made = World((0.0, 600.0), prefill=1000.0)
@@ -401,16 +382,6 @@ def test_an_engine_that_has_become_another_is_known_within_few_requests(factor: 
     made.run_many(4)
     each = made.comparison.prefill.seconds_per_token
     assert each == pytest.approx(1 / made.prefill, rel=0.75)
-
-
-@pytest.mark.parametrize("rate", [20_000.0, 1e6])
-def test_measuring_the_engine_again_costs_little(rate: float) -> None:
-    made = world((0.0, rate), prefill=5000.0)
-    made.run(*HIT)
-    times = [made.run(*HIT) for _ in range(1000)]
-    usual = 2048 / rate + 32 / 5000
-    assert sum(times) < 1.011 * 1000 * usual
-    assert sum(taken > 1.001 * usual for taken in times) < 100
 
 
 def test_an_engine_that_is_measured_anyway_is_not_probed() -> None:
@@ -552,7 +523,7 @@ def test_each_load_that_is_queued_costs_its_latency() -> None:
     assert pace is not None and pace.ready > 0.95, "it does not hang: six loads take as long"
 
 
-@pytest.mark.parametrize(("load", "at_once"), [(0.5, 2), (1.5, 2), (4.0, 2), (0.9, 8), (0.9, 16)])
+@pytest.mark.parametrize(("load", "at_once"), [(0.5, 2), (4.0, 2), (0.9, 16)])
 def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
     load: float, at_once: int
 ) -> None:
@@ -562,7 +533,7 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
     running: list[tuple[float, int]] = []
     free = [clock.now] * at_once
     hits, late, began = 0, [], clock.now
-    for job in range(1, 2001):
+    for job in range(1, 1001):
         blocks = LENGTHS[job % len(LENGTHS)]
         clock.now = began + job * FAR[0] / at_once / load
         while running and running[0][0] <= clock.now:
@@ -578,7 +549,7 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(
             late.append((free[loader] - clock.now) / (blocks * BLOCK / made.prefill))
             hits += 1
     assert max(late) < 1.1
-    assert hits > 0.8 * min(2000, 2000 / load)
+    assert hits > 0.8 * min(1000, 1000 / load)
 
 
 def test_the_ninth_load_of_a_tier_that_loads_eight_at_once_waits_for_half_of_each() -> None:

@@ -33,7 +33,7 @@ def assert_clean(report: dict[str, int]) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("prompts", ["made up", "trace"])
 def test_some_seconds(tmp_path: Path, prompts: str) -> None:
-    options = ["--minutes", "0.08", "--every", "0.2"]
+    options = ["--minutes", "0.05", "--every", "0.2"]
     if prompts == "trace":
         trace = tmp_path / "trace.jsonl"
         size = {"timestamp": 0, "input_length": 11 * 512, "output_length": 1}

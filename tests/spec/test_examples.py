@@ -74,7 +74,7 @@ def test_an_example_serves_an_engine(example: Path, monkeypatch: pytest.MonkeyPa
     with ExitStack() as servers:
         chain = load_chain(scaled(example, servers, ranks) | {"max_wait": "60s"})
         engine = ReplayEngine(chain, MODEL, num_blocks=24, prefix_caching=False, world_size=ranks)
-        for _ in range(3):
+        for _ in range(2):
             drive(engine, seed=1, world_size=ranks)
             engine.settle()
         for tier in chain.tiers:

@@ -131,25 +131,33 @@ def test_loads_fail_where_another_comes_first_in_too_little_kv(
     assert run.count("disk", "load_failures") > 0
 
 
+HELD = ((320, 128), (576, 20), (576, 20))
+"""Tokens of each prompt of a burst that were asked before, and that are left to compute."""
+BURST = [([*LONG[i][0][0][:held], *[7] * left], 8) for i, (held, left) in enumerate(HELD)]
+FEW = {"num_gpu_blocks_override": 72, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def of_burst(run_windowed: Callable[..., Run]) -> list[list[int]]:
+    """What it is answered, one by one, without a chain."""
+    return [said for (said,) in run_windowed(GEMMA, [[one] for one in BURST], **FEW).tokens]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["chain", "hosted", "store"])
 def test_a_burst_loads_no_more_than_leaves_room_to_compute(
-    run_windowed: Callable[..., Run], tmp_path: Path, kind: str
+    run_windowed: Callable[..., Run], of_burst: list[list[int]], tmp_path: Path, kind: str
 ) -> None:
     """vLLM keeps no room free for what layers with windows need next: the first to load has 128
     tokens left, for which the others, who are to be run behind it, would leave too few blocks."""
-    tokens = ((320, 128), (576, 20), (576, 20))
-    leading = [[(LONG[i][0][0][: held + 1], 8)] for i, (held, _) in enumerate(tokens)]
-    burst = [([*LONG[i][0][0][:held], *[7] * left], 8) for i, (held, left) in enumerate(tokens)]
-    few = {"num_gpu_blocks_override": 72, "enable_prefix_caching": False}
-    expected = run_windowed(GEMMA, [[one] for one in burst], **few).tokens
+    leading = [[(LONG[i][0][0][: held + 1], 8)] for i, (held, _) in enumerate(HELD)]
     chains: dict[str, dict[str, Any]] = {
         "chain": {"tiers": [CPU]},
         "hosted": {"kv_transfer_config": hosted(CPU)},
         "store": {"kv_transfer_config": under_own_spec(disk(tmp_path), 64 << 20)},
     }
-    run = run_windowed(GEMMA, [*leading, burst], settled=True, **few, **chains[kind])
-    assert run.tokens[-1] == [answer for (answer,) in expected]
+    run = run_windowed(GEMMA, [*leading, BURST], settled=True, **FEW, **chains[kind])
+    assert run.tokens[-1] == of_burst
     assert run.external_hits == 320 + 2 * 576
     assert run.loaded() == ({"cpu": 320 + 2 * 576} if kind == "chain" else {})
     told = [attempt for one in run.explained for attempt in one["attempts"]]

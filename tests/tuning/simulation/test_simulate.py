@@ -85,8 +85,9 @@ def blocks_of(report: Report) -> list[int]:
     return [use.hit_tokens // SIZE for use in report.tiers]
 
 
-@pytest.mark.parametrize("capacity", [7, 30, 100, 400, 5000])
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(
+    ("capacity", "single"), [(7, False), (30, True), (100, False), (100, True), (5000, True)]
+)
 def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
     requests = chats(1, 400, 1000.0)
     workload = by_blocks(requests) if single else Workload.of(requests, SIZE)
@@ -147,8 +148,9 @@ def test_an_inclusive_chain_is_the_curve_at_each_size(policy: str) -> None:
         assert found == [upper, both - upper]
 
 
-@pytest.mark.parametrize("policy", LOAD_POLICIES)
-@pytest.mark.parametrize("promote", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "promote"), zip(LOAD_POLICIES, (True, False, True), strict=True)
+)
 def test_runs_change_nothing_where_stores_have_room(policy: str, promote: bool) -> None:
     """Steps, loads and evictions begin and end within runs."""
     requests = chats(3, 150, 20.0)
