@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "tiers"
-MOST = 6
+MOST = 8
 MAPS = {"dict", "defaultdict", "OrderedDict", "Counter", "set", "WeakKeyDictionary"}
 NAMES = {"str", "Request", "RequestState", "TierRequest", "Any", "object"}
 """Types of keys that may be a request or its name."""
 
 REQUESTS = {
     "observers.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
+    "multi/multi_scheduler.py::MultiScheduler._loading": "also of one that was given up: a rank may "
+    "still write into its blocks",
+    "multi/multi_scheduler.py::MultiScheduler._received": "as those",
     "multi/multi_scheduler.py::MultiScheduler._more_saves": "finished; until the next step",
     "multi/multi_worker.py::MultiWorker._loads_awaited": "on a worker, which learns of steps alone",
     "multi/multi_worker.py::MultiWorker._saves_awaited": "on a worker",

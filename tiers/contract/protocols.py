@@ -93,14 +93,12 @@ class ConnectorOutput(Protocol):
     """What the workers of one step sent back, aggregated over ranks."""
 
     kv_connector_worker_meta: Any
+    finished_recving: Any
+    """Requests whose loads beside the steps have ended, a set of names or None."""
 
     @property
     def invalid_block_ids(self) -> Set[int]:
         """Paged blocks that failed to load."""
-
-    @property
-    def finished_recving(self) -> Set[str] | None:
-        """Requests whose loads beside the steps have ended."""
 
 
 NULL_BLOCK = 0

@@ -131,6 +131,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.explainer = settings.explainer
         self._prompt_tokens = 0
         self._more_saves: dict[str, int] = {}
+        self._loading: dict[str, SharedLoad] = {}
+        """By request, until the engine has heard of their ends."""
+        self._received: set[str] = set()
         self._heard: dict[int, Set[int]] = {}
         self._missed: Counter[int] = Counter()
         self._has_strangers = False
@@ -246,6 +249,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         notes = self.explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
         all_or_nothing = self._requests.engine.media.all_or_nothing(request)
         shared = SharedLoad(len(shares), notes, self._now(), all_or_nothing)
+        if shares:
+            self._loading[request.request_id] = shared
         firsts = self._begin_pieces(request_state, serving)
         for index, child in enumerate(self.children):
             if index in shares:
@@ -342,7 +347,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._note_prefill_rate()
         if self._doubts and number is not None:
             self._doubts.heard(number, connector_output.invalid_block_ids)
-        self._requests.loads_arrived(connector_output.finished_recving or ())
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             # A step in flight when tiers came has no part for them.
@@ -368,8 +372,23 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self.for_each(update, parts or (None,) * len(self.children))
         finally:
             connector_output.kv_connector_worker_meta = whole
+        self._received.update(connector_output.finished_recving or ())
+        if self._received:
+            connector_output.finished_recving = self._take_received()
         if self._agreement.heard(getattr(whole, "weights", None)):
             self.weights_changed()
+
+    def _take_received(self) -> set[str]:
+        """The requests that may run with what was loaded: of the others a rank of ours still loads.
+        The engine counts the ranks that tell it of an end, and counts one twice that does so again
+        since the step raised behind it."""
+        loading = self._loading
+        ended = {r for r in self._received if r not in loading or loading[r].has_ended}
+        self._received -= ended
+        for request_id in ended & loading.keys():
+            del loading[request_id]
+        self._requests.loads_arrived(ended)
+        return ended
 
     def weights_changed(self) -> None:
         """Begin the next generation: workers saw that the weights are others, or the paged KV

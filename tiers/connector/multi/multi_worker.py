@@ -106,7 +106,10 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         heard = connector_metadata.heard.get(self._rank, frozenset())
         for number in [number for number in self._unheard if number <= max(heard, default=-1)]:
             report = self._unheard.pop(number)
-            self._lost += [] if number in heard else [report]
+            # Of several ranks the engine acts on a failure that it counts twice before our half can
+            # hold it back.
+            is_safe = not report[0].failed_recving or len(connector_metadata.heard) == 1
+            self._lost += [report] if number not in heard and is_safe else []
         self._handled = sys.exception()
         self._watch.bind(connector_metadata.weights)
         if self._metadata is not None and self._chain_changes is not None:

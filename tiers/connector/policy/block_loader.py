@@ -59,6 +59,11 @@ class SharedLoad:
         self._failed: list[int] = []
         self._parts: list[tuple[Sequence[int], Callable[[int], None]]] = []
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all tiers' parts have, each on all ranks."""
+        return self._left <= 0
+
     def end(
         self, blocks: Sequence[int], failed: Iterable[int], count: Callable[[int], None]
     ) -> int | None:
@@ -67,7 +72,7 @@ class SharedLoad:
         self._parts.append((blocks, count))
         self._failed += failed
         self._left -= 1
-        if self._left > 0:
+        if not self.has_ended:
             return None
         of_use = 0
         first = min(self._failed, default=None)
