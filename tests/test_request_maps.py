@@ -14,8 +14,8 @@ NAMES = {"str", "Request", "RequestState", "TierRequest", "Any", "object"}
 
 REQUESTS = {
     "observers.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
-    "multi/multi_scheduler.py::MultiScheduler._loading": "also of one that was given up: a rank may "
-    "still write into its blocks",
+    "multi/multi_scheduler.py::MultiScheduler._loading": "of one given up, too, whose blocks a "
+    "rank may still fill",
     "multi/multi_scheduler.py::MultiScheduler._received": "as those",
     "multi/multi_scheduler.py::MultiScheduler._more_saves": "finished; until the next step",
     "multi/multi_worker.py::MultiWorker._loads_awaited": "on a worker, which learns of steps alone",
