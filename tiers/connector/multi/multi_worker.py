@@ -224,8 +224,8 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         parts = whole.weights, whole.changes, *whole.metadata
         is_news = any(part is not None for part in parts)
         has_ends = bool(self._blocks) or any(vars(results).values())
-        if self._rank >= 0 and (is_news or has_ends or self._unheard):
-            number = self._metadata.weights.step
+        number = getattr(getattr(self._metadata, "weights", None), "step", None)
+        if self._rank >= 0 and number is not None and (is_news or has_ends or self._unheard):
             whole.reports = {self._rank: (number, {*self._unheard})}
             if is_news or has_ends:
                 self._unheard[number] = results, self._blocks, whole
