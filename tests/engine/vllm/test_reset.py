@@ -278,6 +278,21 @@ def test_an_engine_that_sleeps_over_vllms_own_connector_goes_on_with_its_tiers(
     assert policy.cached == [[0], [0], [FULL]]
 
 
+def check_answers_after(
+    run_vllm: Callable[..., Run], raises: str, options: dict[str, Any], **how: str
+) -> None:
+    """Ask a prompt twice, the second time with a step that raises as `training` says, then another:
+    the load ends, and the answers are those of an engine without a chain."""
+    cpu = {"type": "cpu", "capacity": "64MiB"}
+    one, other = ASKED
+    options = {**options, "enable_prefix_caching": False}
+    plain = run_vllm([one, other], **options)
+    told = {1: [(raises, {"asked": one[0][0], **how})]}
+    policy = run_vllm([one, one, other], [cpu], told=told, settled=True, **options)
+    assert policy.tokens == [plain.tokens[0], *plain.tokens]
+    assert policy.cached[1] == [FULL]
+
+
 @pytest.mark.faults
 @pytest.mark.fault
 @pytest.mark.parametrize("options", [IN_PROCESS, AHEAD], ids=["one step", "two steps"])
@@ -285,14 +300,7 @@ def test_a_load_whose_step_raised_before_the_worker_had_it_ends(
     run_vllm: Callable[..., Run], options: dict[str, Any]
 ) -> None:
     """In an engine of the caller's process, which goes on."""
-    cpu = {"type": "cpu", "capacity": "64MiB"}
-    one, other = ASKED
-    raises = [("raise_under_a_load", {"asked": one[0][0]})]
-    options = {**options, "enable_prefix_caching": False}
-    plain = run_vllm([one, other], **options)
-    policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
-    assert policy.tokens == [plain.tokens[0], *plain.tokens]
-    assert policy.cached[1] == [FULL]
+    check_answers_after(run_vllm, "raise_under_a_load", options)
 
 
 @pytest.mark.faults
@@ -303,27 +311,12 @@ def test_a_load_ends_whose_end_went_with_a_step_that_raised(
     run_vllm: Callable[..., Run], options: dict[str, Any], where: str
 ) -> None:
     """As where a device has no memory for logits, and who called the engine goes on."""
-    cpu = {"type": "cpu", "capacity": "64MiB"}
-    one, other = ASKED
-    raises = [("raise_behind_a_load", {"asked": one[0][0], "where": where})]
-    options = {**options, "enable_prefix_caching": False}
-    plain = run_vllm([one, other], **options)
-    policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
-    assert policy.tokens == [plain.tokens[0], *plain.tokens]
-    assert policy.cached[1] == [FULL]
+    check_answers_after(run_vllm, "raise_behind_a_load", options, where=where)
 
 
 @pytest.mark.faults
 @pytest.mark.fault
 @pytest.mark.parametrize("how", ["raise_under_a_load", "lose_an_end"])
 def test_a_load_of_two_ranks_whose_step_raised_ends(run_vllm: Callable[..., Run], how: str) -> None:
-    cpu = {"type": "cpu", "capacity": "64MiB"}
-    one, other = ASKED
     bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **IN_PROCESS["env"]}
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "env": bound}
-    options["enable_prefix_caching"] = False
-    plain = run_vllm([one, other], **options)
-    raises = [(how, {"asked": one[0][0]})]
-    policy = run_vllm([one, one, other], [cpu], told={1: raises}, settled=True, **options)
-    assert policy.tokens == [plain.tokens[0], *plain.tokens]
-    assert policy.cached[1] == [FULL]
+    check_answers_after(run_vllm, how, {"tensor_parallel_size": 2, "env": bound})

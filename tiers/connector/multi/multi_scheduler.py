@@ -132,8 +132,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._prompt_tokens = 0
         self._more_saves: dict[str, int] = {}
         self._loading: dict[str, SharedLoad] = {}
-        """By request, until the engine has heard of their ends."""
+        """By request, until the engine goes on with it."""
         self._received: set[str] = set()
+        """Those of which the engine has counted all ends, and which may still load."""
         self._heard: dict[int, Set[int]] = {}
         self._missed: Counter[int] = Counter()
         self._has_strangers = False
@@ -359,6 +360,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 # They raised before ranks had them, in an engine that goes on. What one rank had
                 # would end twice there.
                 steps = {step for step in missed if self._missed[step] == self.engine.world_size}
+                for step in steps:
+                    del self._missed[step]
                 for loader in self._loaders.values() if steps else ():
                     loader.missed(steps)
             if whole.changes is not None and self.changes is not None:

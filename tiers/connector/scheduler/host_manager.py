@@ -97,11 +97,9 @@ class HostManager(TierManager):
         return None
 
     def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
-        residency = self._residency
-        if stored:
-            held = residency.admit(key, slot, None if before is None else residency.find(before))
-        else:
-            held = residency.find(key) is not None
+        find = self._residency.find
+        predecessor = None if before is None else find(before)
+        held = self._residency.admit(key, slot, predecessor) if stored else find(key) is not None
         self._changes.note(key, held)
         return held
 

@@ -357,9 +357,8 @@ class OffloadingScheduler(SchedulerConnector):
         self._begins(tier_request, len(blocks))
 
     def missed(self, steps: Set[int]) -> None:
-        ranks = self._requests.engine.world_size
         for pending in self._jobs.of_steps(steps, self._requests.step.number + 1):
-            job = pending.job
+            job, ranks = pending.job, self._requests.engine.world_size
             if isinstance(pending, PendingLoad):
                 self._loads.append(pending.job)
             else:
