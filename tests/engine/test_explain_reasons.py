@@ -189,13 +189,16 @@ def test_computing_is_faster(made: MakeEngine, tmp_path: Path) -> None:
 
 
 def test_it_would_come_after_max_wait(made: MakeEngine, tmp_path: Path) -> None:
-    """Computing is not compared, and the settings that would help are others."""
-    one = made(disk(tmp_path, load_rate="400kB/s"), load_when="always")
+    """Computing is not compared, and the settings that would help are others. A long prompt shows
+    it: a load of it takes several times as long as `max_wait`, and a lookup a fraction."""
+    tier = disk(tmp_path, "4MiB", load_rate="100kB/s")
+    one = made(tier, staging="4MiB", load_when="always", options={"num_blocks": 512})
     for number in range(6):
         ask(one, [number % 2, *range(100)])
     assert why(one, "disk") == "served" and one.connector is not None
-    one.connector._requests._max_wait = 0.01
-    ask(one, [0, *range(100)])
+    ask(one, long := [2, *range(2000)])
+    one.connector._requests._max_wait = 0.5
+    ask(one, long)
     assert why(one, "disk") == "max_wait"
     assert one.stats.data["disk"]["recompute_late"] == 1
 
