@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,13 @@ def raise_behind_a_load(llm: Any, asked: list[int], where: str) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     engine, connector = llm.llm_engine, get_kv_transfer_group()
-    model = engine.model_executor.driver_worker.model_runner.model
-    forward, compute_logits = model.forward, model.compute_logits
-    results = connector.get_transfer_results
+    runner = engine.model_executor.driver_worker.model_runner
+    owner, name = runner.model, "forward"
+    if where == "logits":
+        # Model Runner V2 asks for what has ended behind the logits, and last of all.
+        behind = getattr(runner, "kv_connector", None)
+        owner, name = (behind, "post_forward") if behind else (runner.model, "compute_logits")
+    call, results = getattr(owner, name), connector.get_transfer_results
     has_ended, has_raised = threading.Event(), threading.Event()
 
     def noted(*args: Any) -> Any:
@@ -220,20 +224,15 @@ def raise_behind_a_load(llm: Any, asked: list[int], where: str) -> bool:
         orders = getattr(connector._metadata, "metadata", ())
         return any(part.reqs_to_load for part in orders)
 
-    def raising(call: Any, now: Callable[[], bool]) -> Any:
-        def calling(*args: Any, **more: Any) -> Any:
-            if not has_raised.is_set() and now():
-                has_raised.set()
-                raise MemoryError("there is none for the step")
-            return call(*args, **more)
-
-        return calling
+    def raising(*args: Any, **more: Any) -> Any:
+        found = call(*args, **more)
+        if not has_raised.is_set() and (has_ended.is_set() if where == "logits" else loads()):
+            has_raised.set()
+            raise MemoryError("there is none for the step")
+        return found
 
     connector.get_transfer_results = noted
-    if where == "forward":
-        model.forward = raising(forward, loads)
-    else:
-        model.compute_logits = raising(compute_logits, has_ended.is_set)
+    setattr(owner, name, raising)
     ask(engine, "runs", asked[:20][::-1], 200)
     engine.step()
     ask(engine, "waits", asked, 8)
@@ -242,9 +241,8 @@ def raise_behind_a_load(llm: Any, asked: list[int], where: str) -> bool:
             engine.step()
     assert has_raised.is_set(), "no step has raised"
     engine.abort_request(["runs"])  # what its step computed is lost to it
-    has_ended.clear()
     end(engine)
-    model.forward, model.compute_logits = forward, compute_logits
+    setattr(owner, name, call)
     connector.get_transfer_results = results
     return not engine.has_unfinished_requests()
 
