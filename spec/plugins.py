@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import Distribution, EntryPoint, entry_points, version
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -59,10 +59,10 @@ class BrokenPlugin(KVTiersError, ValueError):
 
 def installed(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of each name in a group, sorted by name; several are a clash."""
-    found: dict[str, dict[str, EntryPoint]] = {}
+    found: dict[str, dict[Distribution | str, EntryPoint]] = {}
     # A package may name one type for several versions, of which the one that is read counts.
     for entry in sorted(entries_of(group), key=lambda entry: _api_of(entry) == PLUGIN_API):
-        found.setdefault(entry.name, {})[owner(entry)] = entry
+        found.setdefault(entry.name, {})[entry.dist or entry.value] = entry
     return {name: _rightful(found[name].values(), group) for name in sorted(found)}
 
 
