@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import Distribution, EntryPoint, entry_points, version
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -59,19 +59,36 @@ class BrokenPlugin(KVTiersError, ValueError):
 
 def installed(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of each name in a group, sorted by name; several are a clash."""
-    found: dict[str, dict[str, EntryPoint]] = {}
+    found: dict[str, dict[Distribution | str, EntryPoint]] = {}
     # A package may name one type for several versions, of which the one that is read counts.
     for entry in sorted(entries_of(group), key=lambda entry: _api_of(entry) == PLUGIN_API):
-        found.setdefault(entry.name, {})[owner(entry)] = entry
+        found.setdefault(entry.name, {})[entry.dist or entry.value] = entry
     return {name: _rightful(found[name].values(), group) for name in sorted(found)}
 
 
 def entries_of(first: str = TIERS) -> Iterator[EntryPoint]:
     """The entry points of a group, for whatever version of the plugin API."""
+    for entry in _entries(tuple((place, _changed(place)) for place in sys.path)):
+        if entry.group == first or entry.group.startswith(f"{first}.v"):
+            yield entry
+
+
+@functools.lru_cache(maxsize=1)
+def _entries(places: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """Ours and plugins' entry points of the packages in these folders. For each tier the files of
+    all packages would else be read again, which are hundreds beside an engine."""
     every = entry_points()
-    for group in every.groups:
-        if group == first or group.startswith(f"{first}.v"):
-            yield from (entry for entry in every.select(group=group) if _api_of(entry))
+    return tuple(
+        entry for group in every.groups for entry in every.select(group=group) if _api_of(entry)
+    )
+
+
+def _changed(place: str) -> int:
+    """When a package came into a folder of `sys.path`, or left it, the last time."""
+    try:
+        return os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _api_of(entry: EntryPoint) -> int:

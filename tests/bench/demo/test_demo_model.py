@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import gguf
 import pytest
 import torch
 
 from bench.demo import demo_model as model
 
-if TYPE_CHECKING:  # else all tests would wait seconds for this import
+if TYPE_CHECKING:  # else all tests would wait seconds for these imports
+    import gguf
     from transformers import LlamaForCausalLM
 
 TINY = SimpleNamespace(
@@ -57,6 +57,8 @@ def llama() -> LlamaForCausalLM:
 
 def write_gguf(path: Path, llama: LlamaForCausalLM) -> None:
     """Write a Llama as llama.cpp's converter does, a byte-level tokenizer with it."""
+    import gguf
+
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(TINY.vocab_size)
     writer.add_context_length(TINY.max_position_embeddings)

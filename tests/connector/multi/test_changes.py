@@ -264,10 +264,10 @@ def test_the_engines_thread_looks_at_no_installed_package(
     with running(chain_of(cpu())) as engine:
         pending = ask_for(engine, chain_of(cpu(), disk(tmp_path, store_threshold=2)))
 
-        def refused() -> None:
+        def refused(*_: object) -> None:
             raise OSError(errno.EMFILE, "too many open files")
 
-        monkeypatch.setattr(plugins, "entry_points", refused)
+        monkeypatch.setattr(plugins, "entries_of", refused)
         finish(engine, pending)
         assert not pending.why
 
