@@ -18,7 +18,7 @@ QUEUES = (1, 2, 3)
 
 def order(queues: SlotQueues, queue: int) -> list[int]:
     """The slots of a queue, the one that is longest in it first."""
-    left, slots = queues.length(queue), []
+    left, slots = queues.lengths[queue], []
     copy = [slot for slot in queues.slots() if queues.where[slot] == queue]
     assert left == len(copy)
     while left:

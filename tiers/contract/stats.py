@@ -180,10 +180,10 @@ def merge(into: Measures, later: Mapping[str, float | list[float]]) -> None:
                 before += value  # `into` owns it; thousands of stores may end in one step
             else:
                 into[name] = list(value)
-        elif isinstance(before, int | float) and name not in LAST:
-            into[name] = before + value
-        else:
+        elif before is None or name in LAST or isinstance(before, list):
             into[name] = value
+        else:
+            into[name] = before + value
 
 
 def tokens_loaded(sums: Mapping[str, float]) -> float:
@@ -204,7 +204,7 @@ class TierStats:
     def aggregate(self, other: TierStats) -> TierStats:
         """Add a later interval's or another rank's measures; returns itself."""
         for tier, measures in other.data.items():
-            self.add(tier, **measures)
+            merge(self.data.setdefault(tier, {}), measures)
         return self
 
     def reduce(self) -> dict[str, str]:

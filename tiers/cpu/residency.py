@@ -30,7 +30,8 @@ class SlotQueues:
         self._after = array("q", bytes(8 * num_slots))
         self._after.extend(range(num_slots, num_slots + queues))
         self._before = self._after[:]
-        self._lengths = [0] * (queues + 1)
+        self.lengths = [0] * (queues + 1)
+        """Of each queue, by its number; for reading."""
         self._count = 0
 
     def append(self, slot: int, queue: int) -> None:
@@ -45,13 +46,13 @@ class SlotQueues:
         self._after[before] = self._before[after] = slot
         self._before[slot], self._after[slot] = before, after
         self.where[slot] = queue
-        self._lengths[queue] += 1
+        self.lengths[queue] += 1
         self._count += 1
 
     def remove(self, slot: int) -> None:
         before, after = self._before[slot], self._after[slot]
         self._after[before], self._before[after] = after, before
-        self._lengths[self.where[slot]] -= 1
+        self.lengths[self.where[slot]] -= 1
         self.where[slot] = NOWHERE
         self._count -= 1
 
@@ -79,8 +80,8 @@ class SlotQueues:
             after[left], before[first] = first, left
             after[last], before[end] = end, last
             if (was := where[first]) != queue:  # that of the whole run
-                self._lengths[was] -= stop - start
-                self._lengths[queue] += stop - start
+                self.lengths[was] -= stop - start
+                self.lengths[queue] += stop - start
                 for slot in slots[start:stop]:
                     where[slot] = queue
             start = stop
@@ -99,7 +100,7 @@ class SlotQueues:
         for links in (self._after, self._before):
             links.frombytes(bytes(8 * more))
         # The last first: the new places of some are the old ones of others.
-        for old in range(self._ends + len(self._lengths) - 1, self._ends, -1):
+        for old in range(self._ends + len(self.lengths) - 1, self._ends, -1):
             new, first, last = old + more, self._after[old], self._before[old]
             is_empty = first == old
             self._after[new], self._before[new] = (new, new) if is_empty else (first, last)
@@ -110,13 +111,6 @@ class SlotQueues:
     def first(self, queue: int) -> int:
         """The oldest slot of a queue, which is not empty."""
         return self._after[self._ends + queue]
-
-    def length(self, queue: int) -> int:
-        return self._lengths[queue]
-
-    def lengths(self, end: int) -> list[int]:
-        """The lengths of the queues below `end`."""
-        return self._lengths[1:end]
 
     def slots(self) -> Iterator[int]:
         """All slots that are in a queue; none may move meanwhile."""
@@ -179,16 +173,6 @@ class SlotResidency:
             here = [slot for slot, to in zip(slots, targets, strict=True) if to == target]
             self._queues.move_all(here, target)
 
-    def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
-        """Put the slot of a block that was not resident right before its predecessor, where that
-        one is in the same queue or leaves before all others; else at the end."""
-        queue = self._policy.enter(key)
-        near = NOWHERE if predecessor is None else self._queues.where[predecessor]
-        if predecessor is not None and (near == queue or near >= self._skipped):
-            self._queues.insert(slot, predecessor)
-        else:
-            self._queues.append(slot, queue)
-
     def find(self, key: bytes) -> int | None:
         """The slot of a block that is kept, or None. Not a use."""
         slot = self._pool.find(key)
@@ -207,15 +191,23 @@ class SlotResidency:
         `predecessor`: the slot of the nearest block before it in its prefix that is kept, which
         must stay longer.
         """
-        if self._queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
+        queues = self._queues
+        if queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
             return self.find(key) is not None
-        if len(self._queues) >= self._max_slots:
+        if len(queues) >= self._max_slots:
             victim = self._victim()
             if victim is None or victim == predecessor:
                 return False
             self._evict(victim)
         self._pool.retain(slot)
-        self._enter(key, slot, predecessor)
+        # Right before its predecessor, where that one is in the same queue or leaves before all
+        # others; else at the end.
+        queue = self._policy.enter(key)
+        near = NOWHERE if predecessor is None else queues.where[predecessor]
+        if predecessor is not None and (near == queue or near >= self._skipped):
+            queues.insert(slot, predecessor)
+        else:
+            queues.append(slot, queue)
         return True
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -283,14 +275,12 @@ class SlotResidency:
         self._idle(target)  # an eviction may have skipped it, as in use, while it was copied
 
     def _victim(self) -> int | None:
-        queues = self._queues
+        queues, lengths, overdue = self._queues, self._queues.lengths, self._overdue
         for _ in range(self.SCAN):
-            if queues.length(self._skipped) == len(queues):
+            if lengths[self._skipped] == len(queues):
                 break
-            if queues.length(self._overdue):
-                slot = queues.first(self._overdue)
-            else:
-                slot = queues.first(self._policy.next(queues.lengths(self._skipped)))
+            queue = overdue if lengths[overdue] else self._policy.next(lengths[1 : self._skipped])
+            slot = queues.first(queue)
             if self._pool.references(slot) == 1:
                 return slot
             queues.move(slot, self._skipped)

@@ -38,7 +38,7 @@ class KVEvents:
         self._evictions = 0
         self._place = place
         self._describes = describes
-        self._wanted = requests.engine.kv_events
+        self.wanted = requests.engine.kv_events
         self._requests = requests
         self._newly_held: dict[bytes, int] = {}
         self._lost: dict[int, list[bytes]] = {}  # hashes that are yet to be announced, by group
@@ -55,9 +55,8 @@ class KVEvents:
 
     def stored(self, key: bytes, number: int) -> None:
         """The tier holds this block now, which has this number among its request's keys; the blocks
-        of a job are announced together."""
-        if self._wanted:
-            self._newly_held[key] = number
+        of a job are announced together. Called only where events are `wanted`."""
+        self._newly_held[key] = number
 
     def announce_stored(self, request_state: RequestState) -> None:
         """A job of this request has ended: announce its blocks, parents before children, since some
@@ -103,12 +102,12 @@ class KVEvents:
     def evicted(self, key: bytes) -> None:
         self._evictions += 1
         # It may have come with the very job that is being ended: then nobody has heard of it.
-        if self._wanted and self._newly_held.pop(key, None) is None:
+        if self.wanted and self._newly_held.pop(key, None) is None:
             self.lost([key])
 
     def lost(self, keys: Iterable[bytes]) -> None:
         """These blocks turned out to be gone; those of a step are announced together."""
-        if not self._wanted or (self._inventory is not None and self._inventory.withdraws):
+        if not self.wanted or (self._inventory is not None and self._inventory.withdraws):
             return
         # Keys of before a reset are of no interest: the engine itself reports that all is cleared.
         requests = self._requests

@@ -35,6 +35,7 @@ from tiers.contract.messages import (
     OffloadingWorkerMetadata,
     Vacated,
     WorkerHandshake,
+    items_of,
 )
 from tiers.contract.protocols import (
     NULL_BLOCK,
@@ -83,7 +84,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._reported: dict[str, float] = {}
         self._look_at = 0.0
         self._is_news = False
-        self._totals: Counter[str] = Counter()
+        self._totals: dict[str, int] = {}
         self._warming: Warming | None = None
 
     def warm(
@@ -231,9 +232,10 @@ class OffloadingScheduler(SchedulerConnector):
         if now < self._look_at and tier.stats.is_empty():
             return None
         self._look_at = now + LOOK_SECONDS
-        totals = Counter(evictions=manager.evicted(), tier_failures=manager.failures())
-        tier.count(**(totals - self._totals))
-        self._totals = totals
+        totals = {"evictions": manager.evicted(), "tier_failures": manager.failures()}
+        if totals != self._totals:
+            tier.count(**(Counter(totals) - Counter(self._totals)))
+            self._totals = totals
         used, capacity = self.room()
         gauges = self._jobs.gauges(tier.open.block_bytes) | tier.gauges()
         gauges |= {
@@ -242,12 +244,14 @@ class OffloadingScheduler(SchedulerConnector):
             "shared": float(not manager.in_host_memory),
             "retained_blocks": float(len(self._hints)),
         }
-        # A log line of anything reports also how the tier does.
-        if gauges != self._reported or not tier.stats.is_empty():
-            self._reported = gauges
-            tier.count(**gauges)
+        is_empty = gauges == self._reported and tier.stats.is_empty()
         stats, tier.stats = tier.stats, TierStats()
-        return None if stats.is_empty() else stats
+        if is_empty:
+            return None
+        # A log line of anything reports also how the tier does.
+        self._reported = gauges
+        stats.add(tier.name, **gauges)
+        return stats
 
     def has_pending_push_work(self) -> bool:
         """Whether only a step can report the end of a transfer that will end soon, how the tier
@@ -339,7 +343,7 @@ class OffloadingScheduler(SchedulerConnector):
         blocks = [block for part in ranges for block in part]
         numbers, targets = self._parts(request_state, blocks)
         keys = [request_state.keys[number] for number in numbers]
-        items = list(map(LoadItem, keys, targets, self.manager.prepare_load(keys)))
+        items = items_of(LoadItem, keys, targets, self.manager.prepare_load(keys))
         # Within what the request may still wait, and what the load is worth.
         seconds = min(request_state.wait_budget.left(), request_state.choice.within)
         name, tag = request_state.request.request_id, self._requests.generation.tag
@@ -386,19 +390,19 @@ class OffloadingScheduler(SchedulerConnector):
         Requests are counted, not calls: one that waits for room is asked about in every step. As
         in the engine's own metrics of its hits, one that it has preempted does not count again.
         """
-        lookup = tier_request.lookup
+        lookup, tier = tier_request.lookup, self._tier
         lookup.cancel()
         if not getattr(tier_request.request_state.request, "num_preemptions", 0):
             is_lookup = tier_request.answered and not tier_request.looked_up
             is_hit = bool(blocks) and not tier_request.hit
             if is_lookup or blocks:
                 tokens = self._tokens(blocks)
-                self.count(lookups=int(is_lookup), hits=int(is_hit), hit_tokens=tokens)
+                tier.count(lookups=int(is_lookup), hits=int(is_hit), hit_tokens=tokens)
                 tenant = tenant_of(tier_request.request_state.request)
                 self._requests.tenants.count(tenant, tenant_hit_tokens=tokens)
             if is_lookup:
                 times = lookup.timer.times
-                self.count(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
+                tier.count(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
             tier_request.looked_up |= is_lookup
             tier_request.hit |= is_hit
         lookup.timer.begin()
@@ -412,7 +416,7 @@ class OffloadingScheduler(SchedulerConnector):
         # Of a worker that was stopped meanwhile it may be hours, of which the tier took no more.
         seconds = min(result.seconds, job.seconds)
         self.load_cost.ended(job.job_id, seconds, not failed, arrived, excused)
-        self.count(**self.load_cost.gauges())
+        self._tier.count(**self.load_cost.gauges())
         self.manager.complete_load([i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(result.lost)]
         self.manager.loaded(len(result.failed) < len(job.items), lost)
@@ -440,7 +444,7 @@ class OffloadingScheduler(SchedulerConnector):
         tokens, request = self._tokens(blocks), request_state.request
         # As the engine counts what it had cached of a prompt: when that begins first.
         again = bool(getattr(request, "num_preemptions", 0))
-        self.count(**{"reloaded_tokens" if again else "loaded_tokens": tokens})
+        self._tier.count(**{"reloaded_tokens" if again else "loaded_tokens": tokens})
         self._requests.tenants.loaded(tenant_of(request), tokens, again)
         if tokens and not again:
             request_state.cached[self._tier.name] = tokens
@@ -484,7 +488,7 @@ class OffloadingScheduler(SchedulerConnector):
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
-        self.count(**meta.measures)
+        self._tier.count(**meta.measures)
         if meta.unusable is not None:
             self._tier.failed(meta.unusable)
         self._register_workers(meta.handshakes, in_step=True)

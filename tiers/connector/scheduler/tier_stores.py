@@ -309,7 +309,9 @@ class TierStores:
             if asks:
                 admission.stores(key, block_bytes)
             in_flight.add(key)
-            items[number] = StoreItem(key, claimed.slot, paged if claimed.fresh else None)
+            slot, is_fresh = claimed
+            # As `StoreItem(...)`, in a third of the time.
+            items[number] = tuple.__new__(StoreItem, (key, slot, paged if is_fresh else None))
         self.slots_pinned += len(items)
         return items, refused
 
@@ -359,33 +361,34 @@ class TierStores:
     def _keep(self, store: PendingStore, share: StoreShare, first: int) -> dict[int, bytes]:
         """Take in how the blocks of a request ended, from item `first` of the job on; return the
         keys of those that the tier keeps, by number."""
-        tier, manager, job, result = self._tier, self._tier.open.manager, store.job, store.result
-        owns, release = tier.requests.generation.owns, tier.open.pool.release
+        tier, manager, events = self._tier, self._tier.open.manager, self._tier.kv_events
+        job, failed, already_stored = store.job, store.result.failed, store.result.already_stored
+        release, complete = tier.open.pool.release, manager.complete_store
         numbers, reading = share.numbers, self._reading
         request_state = share.tier_request.request_state
         predecessors = manager.predecessors(request_state.keys, numbers)
         tenant = tenant_of(request_state.request)
         has_quota = tier.tenants.has_quota(tenant)
         kept: dict[int, bytes] = {}
+        keys = [item.key for item in job.items[first : first + len(numbers)]]
+        self._keys.difference_update(keys)
+        is_ours = tier.requests.generation.owns(keys[0])  # and so are all that a request stores
+        if job.generation and not is_ours:  # blocks without one stay: others may use them
+            manager.drop(keys, job.generation)
         # The first last, so that it counts as used last: predecessors must outlive their tail.
         for index in reversed(range(first, first + len(numbers))):
-            (key, slot, source), number = job.items[index], numbers[index - first]
-            if owns(key):
-                is_stored = index not in result.failed
-                if manager.complete_store(key, slot, is_stored, predecessors.get(key)):
-                    if index not in result.already_stored:
-                        tier.kv_events.stored(key, number)
-                    kept[number] = key
-                    if has_quota:
-                        tier.tenants.keeps(tenant, key)
-            elif job.generation:  # blocks without one stay: others may use them
-                manager.drop([key], job.generation)
-            self._keys.discard(key)
+            key, slot, source = job.items[index]
+            if is_ours and complete(key, slot, index not in failed, predecessors.get(key)):
+                kept[number := numbers[index - first]] = key
+                if events.wanted and index not in already_stored:
+                    events.stored(key, number)
+                if has_quota:
+                    tier.tenants.keeps(tenant, key)
             release(slot)
             if source is not None and reading.get(source) == job.job_id:
                 del reading[source]
         self.slots_pinned -= len(numbers)
-        tier.kv_events.announce_stored(request_state)
+        events.announce_stored(request_state)
         return kept
 
     def _touch_prefix(self, tier_request: TierRequest) -> None:

@@ -135,7 +135,11 @@ class FingerprintTable:
     def has(self, digests: Sequence[bytes]) -> list[bool]:
         """Say for each digest, of 16 bytes, whether its fingerprint is in the table."""
         if len(digests) <= _SCALAR_MAX_KEYS:
-            return [self._holds(digest_fingerprint(digest)) for digest in digests]
+            size, cells, overflow = self._num_buckets, self._cells, self._overflow
+            return [
+                mark in _cells_from(cells, mark % size * 8 * CELLS) or mark in overflow
+                for mark in map(digest_fingerprint, digests)
+            ]
         words = self._torch.frombuffer(bytearray(b"".join(digests)), dtype=self._torch.int64)[::2]
         answers: list[bool] = []
         for start in range(0, len(digests), _KEY_BATCH):
@@ -148,10 +152,6 @@ class FingerprintTable:
                 for place, mark in zip(places, some[missing].tolist(), strict=True):
                     answers[place] = mark in self._overflow
         return answers
-
-    def _holds(self, mark: int) -> bool:
-        first = mark % self._num_buckets * CELLS
-        return mark in _cells_from(self._cells, 8 * first) or mark in self._overflow
 
     def _look_up(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The bucket, fingerprint and bucket's cells of each digest word."""
