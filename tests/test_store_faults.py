@@ -30,8 +30,8 @@ from tiers.disk.folder import folder, owner
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable
+from tiers.remote.redis.pipeline import TOGETHER_BYTES
 from tiers.remote.redis.redis_store import RedisStore
-from tiers.remote.redis.stream import PIECE_BYTES
 from tiers.remote.spec import RedisSpec
 from tiers.store import TierStore
 from tiers.testing import Memory, make_key
@@ -74,7 +74,7 @@ class Kept(NamedTuple):
 DISKS = {"buffered": ("buffered", 8 << 20), "direct": ("direct", 8 << 20)}
 DISKS |= {"in pieces": ("buffered", 2 * PAGE), "direct in pieces": ("direct", 2 * PAGE)}
 SERVERS = {"plain": ("none", PAYLOAD), "zstd": ("zstd", PAYLOAD)}
-LARGE = 5 * PIECE_BYTES + 4096
+LARGE = 5 * TOGETHER_BYTES + 4096
 SERVERS |= {"in pieces": ("none", LARGE), "zstd in pieces": ("zstd", LARGE)}
 
 
@@ -97,7 +97,7 @@ def kept(
     url = shared_server.url
     on_server = RedisSpec.model_validate({"url": url, "timeout": "10s", "codec": codec})
     with closing(on_server.open(StoreContext(size))) as remote:
-        yield Kept(on_server, remote, ServerMedium(url), HEADER_BYTES, PIECE_BYTES, size)
+        yield Kept(on_server, remote, ServerMedium(url), HEADER_BYTES, TOGETHER_BYTES, size)
 
 
 Damage = Callable[[bytes, bytes], bytes]

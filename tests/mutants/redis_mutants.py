@@ -52,7 +52,7 @@ MUTANTS = (
     STORE.but(
         "bytes",
         "values are not verified",
-        "        verify(header, record.stored, record.checksum)\n",
+        "        verify(header, record.stored)\n",
         "",
     ),
     STORE.but(

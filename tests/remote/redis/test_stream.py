@@ -92,6 +92,34 @@ def test_what_is_no_number_is_no_answer(replies: bytes, error: type[Exception], 
         flags(replies, 2, piece)
 
 
+@pytest.mark.parametrize(("payload_bytes", "count"), [(PAYLOAD, 64), (512 << 10, 16), (4 << 20, 4)])
+def test_values_share_calls_of_the_system(
+    shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch, payload_bytes: int, count: int
+) -> None:
+    calls = {"sent": 0, "received": 0}
+    send, receive = Stream._send_some, Stream._receive
+
+    def sent(stream: Stream, views: list[memoryview]) -> int:
+        calls["sent"] += 1
+        return send(stream, views)
+
+    def received(stream: Stream, *memory: memoryview, flags: int = 0) -> int:
+        calls["received"] += 1
+        return receive(stream, *memory, flags=flags)
+
+    monkeypatch.setattr(Stream, "_send_some", sent)
+    monkeypatch.setattr(Stream, "_receive", received)
+    keys = [make_key() for _ in range(count)]
+    with opened(shared_server.url, payload_bytes, timeout="20s") as store:
+        assert store.has(keys) == [False] * count
+        calls["sent"] = 0
+        assert put(store, *keys, payload_bytes=payload_bytes) == [True] * count
+        assert calls["sent"] - 1 <= count * payload_bytes >> 20  # one asks what is held
+        calls["received"] = 0
+        assert get(store, *keys, payload_bytes=payload_bytes) == [True] * count
+        assert calls["received"] <= 3 * count
+
+
 TIMEOUT = "1s"
 
 

@@ -148,7 +148,7 @@ class RedisRecords(RedisNames):
             header = parse_header(record.header)
             if self._prefix + header.key != name:
                 raise RecordError("the record belongs to another key")
-            verify(header, record.stored, record.checksum)
+            verify(header, record.stored)
         except RecordError as error:
             return Finding("damaged", str(error))
         use(header, memoryview(record.stored))

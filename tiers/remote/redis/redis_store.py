@@ -273,7 +273,7 @@ class RedisStore(RedisNames):
         if record is None:
             raise RecordError("the value has another length, or is of another type")
         header = expect(record.header, block.key, self._payload_bytes)
-        verify(header, record.stored, record.checksum)
+        verify(header, record.stored)
         if record.stored is not block.payload or header.codec != CODECS["none"]:
             decode(header.codec, record.stored, block.payload)
 

@@ -11,7 +11,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tiers.block import Buffer, after
 from tiers.errors import KVTiersError
@@ -22,13 +22,6 @@ AHEAD_BYTES = 64 << 10
 
 PARTS = 512
 """Most parts in one sendmsg; Linux allows 1,024."""
-
-PIECE_BYTES = 128 << 10
-"""Most bytes of a piece that `on_piece` looks at: it is still in the processor's caches, and the
-server sends more meanwhile. 64 values of 2 MiB came at 3.0 GB/s by pieces of 128 KiB, 2.8 by 256
-KiB, 2.4 by 512 KiB, and 2.5 as a whole."""
-
-OnPiece = Callable[[memoryview], object]
 
 RECORD_BYTES = 16 << 10
 """Most bytes in one TLS record."""
@@ -101,30 +94,19 @@ class Stream:
         self._start += count
         return bytes(self._view[self._start - count : self._start])
 
-    def fill(self, memory: memoryview, ahead: int = 0, on_piece: OnPiece | None = None) -> None:
-        """Fill `memory` with the next bytes, and receive up to `ahead` bytes beyond it.
-
-        `on_piece` is called with each filled piece of `memory`, PIECE_BYTES at most.
-        """
+    def fill(self, memory: memoryview, ahead: int = 0) -> None:
+        """Fill `memory` with the next bytes, and receive up to `ahead` bytes beyond it."""
         have = min(len(memory), self._end - self._start)
         memory[:have] = self._view[self._start : self._start + have]
         self._start += have
-        if on_piece is not None:
-            on_piece(memory[:have])
         while have < len(memory):  # and nothing is ahead
-            if on_piece is None or len(memory) - have <= PIECE_BYTES:
-                count = self._receive(memory[have:], self._view[:ahead])
-            else:
-                count = self._receive(memory[have : have + PIECE_BYTES])
-            if on_piece is not None:
-                on_piece(memory[have : have + count])
-            have += count
+            have += self._receive(memory[have:], self._view[:ahead])
             self._start, self._end = 0, max(0, have - len(memory))
 
-    def scatter(self, memory: Sequence[memoryview]) -> int:
+    def scatter(self, memory: Sequence[memoryview], flags: int = 0) -> int:
         """Receive into these views, one after the other, at least one byte; return how many bytes.
         Nothing may be ahead; not over TLS."""
-        return self._receive(*memory[:PARTS])
+        return self._receive(*memory[:PARTS], flags=flags)
 
     def unread(self, received: bytes) -> None:
         """Give back bytes that `scatter` received, to be read next."""
