@@ -44,8 +44,8 @@ READY := $(VENV)/.ready-$(ENGINE)
 demo: $(READY)
 	$(BIN)/python -m bench.demo $(ARGS)
 
-# Two at a time: while one waits for a disk, a server or a process that starts, another computes.
-PYTESTS = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m
+# Three at a time: while one waits for a disk, a server or a process that starts, two compute.
+PYTESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 -m
 
 OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python

@@ -68,7 +68,9 @@ def installed(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 def entries_of(first: str = TIERS) -> Iterator[EntryPoint]:
     """The entry points of a group, for whatever version of the plugin API."""
-    for entry in _entries(tuple((place, _changed(place)) for place in sys.path)):
+    # Python passes over what is no text there.
+    places = tuple((place, _changed(place)) for place in sys.path if isinstance(place, str))
+    for entry in _entries(places):
         if entry.group == first or entry.group.startswith(f"{first}.v"):
             yield entry
 

@@ -30,7 +30,7 @@ from tiers.disk.index.fingerprint_index import FingerprintTable
 ROOT = Path(__file__).parents[1]
 FILE_LINES, CLASS_METHODS, FUNCTION_LINES, PAGE_WORDS = 300, 35, 30, 1500
 CEILINGS = {
-    "lines of tiers and spec": 53_842,
+    "lines of tiers and spec": 53_840,
     "folder circles": 0,
     "files that a look-up runs through": 34,
     "files that a store runs through": 73,

@@ -110,7 +110,7 @@ def test_a_kept_block_is_found_in_its_slot_and_another_is_not(open_tier: Open) -
     pool = SlotPool(4)
     tier = open_tier(pool, 4)
     store(pool, tier, 1)
-    (slot,) = pool.find_all([key(1)])
+    slot = pool.find(key(1))
     assert tier.find_all([key(2), key(1)]) == [None, slot]
     assert slot is not None and (len(tier), pool.references(slot)) == (1, 1)
 

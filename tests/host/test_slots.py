@@ -167,10 +167,10 @@ def test_a_slot_that_is_renamed_has_one_key_and_the_key_one_slot() -> None:
     first, second = pool.claim(b"k"), pool.claim(b"draft")
     assert first is not None and second is not None
     assert not pool.rename(second.slot, b"k")
-    assert pool.find_all([b"k", b"draft"]) == [first.slot, second.slot]
+    assert [*map(pool.find, [b"k", b"draft"])] == [first.slot, second.slot]
     pool.release(first.slot)
     assert pool.rename(second.slot, b"k")
-    assert pool.find_all([b"k", b"draft"]) == [second.slot, None]
+    assert [*map(pool.find, [b"k", b"draft"])] == [second.slot, None]
 
 
 def test_all_slots_are_handed_out_however_many_are_in_use() -> None:

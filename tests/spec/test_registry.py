@@ -381,3 +381,14 @@ def test_of_two_versions_in_one_package_the_one_that_is_read_counts(
     monkeypatch.syspath_prepend(str(place))
     assert tier_class("tape").__module__ == "tapes"
     assert "a" not in tier_types()
+
+
+def test_a_package_that_comes_while_a_process_runs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "tape" not in tier_types()
+    package = write_package(tmp_path / "built", "tapes", GOOD, tape="TapeSpec")
+    for part in package.iterdir():
+        part.rename(tmp_path / part.name)
+    assert tier_class("tape").__module__ == "tapes"

@@ -180,7 +180,7 @@ class SlotResidency:
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         where = self._queues.where
-        slots = self._pool.find_all(keys)
+        slots = [*map(self._pool.find, keys)]
         return [slot if slot is not None and where[slot] else None for slot in slots]
 
     def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> bool:

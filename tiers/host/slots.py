@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 ALIGNMENT = 4096
@@ -132,10 +132,6 @@ class SlotPool:
         self._keys[slot] = key
         self._slots[key] = slot
         return True
-
-    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each of these keys, resident or being gathered, or None."""
-        return list(map(self.find, keys))
 
     def retain(self, slot: int) -> None:
         """Take one more reference on a slot that is in use."""

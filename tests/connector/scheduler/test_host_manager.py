@@ -151,7 +151,7 @@ def test_the_blocks_used_last_stay_wherever_they_lie() -> None:
     assert moved == 250
     for count in range(500, 0, -1):
         assert manager.touch_and_list_missing([]) == [] and manager.slots_kept() == count
-        slots = pool.find_all(hot[:count])
+        slots = [*map(pool.find, hot[:count])]
         assert all(slot is not None and slot < 500 for slot in slots)
         assert manager._residency.evict_one(), "in their order still"
 
@@ -165,7 +165,7 @@ def test_a_block_that_is_loaded_stays_until_the_load_has_ended() -> None:
     manager.resize(0, 4)
     shrunk(manager)
     assert pool.take_vacated() is None and pool.key(7) == key(7)
-    assert pool.find_all([key(6)]) == [6]
+    assert pool.find(key(6)) == 6
     manager.complete_load([slot])
     assert shrunk(manager)[1] == 1 and pool.take_vacated() is None
     manager.unpin([key(6)])
@@ -242,7 +242,7 @@ def test_a_block_that_was_damaged_is_stored_anew_while_its_slot_is_still_read() 
     assert again is not None and again.fresh and again.slot != first.slot
     assert manager.complete_store(b"key", again.slot, True, None)
     pool.release(first.slot)
-    assert pool.find_all([b"key"]) == [again.slot] == [manager.prepare_load([b"key"])[0]]
+    assert pool.find(b"key") == again.slot == manager.prepare_load([b"key"])[0]
 
 
 def test_a_reset_while_a_block_moves_leaves_nothing() -> None:
@@ -250,7 +250,7 @@ def test_a_reset_while_a_block_moves_leaves_nothing() -> None:
     manager.reset()
     manager.moved(moves, ())
     manager.shrink(64)
-    assert pool.in_use == 0 and pool.find_all([key(1)]) == [None]
+    assert pool.in_use == 0 and pool.find(key(1)) is None
 
 
 def test_a_reset_gives_slots_back_a_few_in_a_step_or_where_one_is_needed() -> None:

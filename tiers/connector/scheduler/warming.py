@@ -156,7 +156,7 @@ class Warming:
                 self._end("host memory is needed")
                 break
             key = self._named.popleft()
-            if pool.find_all([key])[0] is None and (claim := pool.claim(CLAIM + key)) is not None:
+            if pool.find(key) is None and (claim := pool.claim(CLAIM + key)) is not None:
                 items.append(LoadItem(key, claim.slot, None))
         if not items:
             return None

@@ -228,7 +228,7 @@ def _whole_values(stream: Stream, payloads: Sequence[memoryview]) -> Iterator[Re
         while done < len(payloads):
             have = filled - done * whole
             if not around.startswith(begin[:have], at):
-                stream.unread(_first(views, filled)[filled - have :])
+                stream.unread(b"".join(views)[filled - have : filled])
                 return
             if have < whole:
                 break
@@ -236,13 +236,6 @@ def _whole_values(stream: Stream, payloads: Sequence[memoryview]) -> Iterator[Re
                 raise StreamError("a value without its end")
             yield Record(around[at + len(begin) : at + front], payloads[done])
             done, at = done + 1, at + front + 2
-
-
-def _first(views: Sequence[memoryview], count: int) -> bytes:
-    joined = bytearray()
-    for view in views:
-        joined += view[: count - len(joined)]
-    return bytes(joined)
 
 
 def _places(around: memoryview, front: int, payloads: Sequence[memoryview]) -> list[memoryview]:
