@@ -44,17 +44,18 @@ READY := $(VENV)/.ready-$(ENGINE)
 demo: $(READY)
 	$(BIN)/python -m bench.demo $(ARGS)
 
-# Three at a time: while one waits for a disk, a server or a process that starts, two compute.
-PYTESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 -m
+# Several at a time: while one waits for a disk, a server or a process that starts, others compute. With
+# more than these two cores have no more to give.
+PYTESTS = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=25
 
 OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python
 
 test: checked
-	$(PYTESTS) "not faults and not compatibility" $(ARGS)
+	$(PYTESTS) -n 3 -m "not faults and not compatibility" $(ARGS)
 
 faults: $(READY)
-	$(PYTESTS) faults $(ARGS)
+	$(PYTESTS) -n 2 -m faults $(ARGS)
 
 test-next: $(READY)
 ifdef VLLM

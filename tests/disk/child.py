@@ -14,7 +14,7 @@ from tiers.disk import slab
 from tiers.disk.folder import clean_close
 from tiers.disk.index.edit import Edit
 from tiers.disk.slab import slot_bytes
-from tiers.errors import TierFull
+from tiers.errors import TierFull, TierNotOpen
 
 PAYLOADS = (60_000, 9_000)
 NUMBERS = 120
@@ -37,8 +37,10 @@ def payload_of_number(number: int) -> int:
 
 def churn(path: Path, seed: int, rounds: int) -> None:
     """Put, get, touch and drop at random, with both payload lengths."""
-    chance = random.Random(seed)
-    store = open_disk(path, slots=16)
+    chance, store = random.Random(seed), None
+    while store is None:
+        with suppress(TierNotOpen):  # others write all the time; an engine opens it later, too
+            store = open_disk(path, slots=16)
     print("ready", flush=True)
     for _ in range(rounds):
         odd = chance.randrange(2)
