@@ -197,14 +197,14 @@ class TierStats:
     def __init__(self, data: dict[str, Measures] | None = None) -> None:
         self.data: dict[str, Measures] = data if data is not None else {}
 
-    def add(self, tier: str, **measures: float | list[float]) -> None:
+    def add(self, tier: str, measures: Mapping[str, float | list[float]]) -> None:
         """Measure for one tier; names are those of `MEASURES`."""
         merge(self.data.setdefault(tier, {}), measures)
 
     def aggregate(self, other: TierStats) -> TierStats:
         """Add a later interval's or another rank's measures; returns itself."""
         for tier, measures in other.data.items():
-            merge(self.data.setdefault(tier, {}), measures)
+            self.add(tier, measures)
         return self
 
     def reduce(self) -> dict[str, str]:

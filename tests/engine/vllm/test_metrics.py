@@ -66,7 +66,7 @@ class Scraped:
 
     def observe(self, tier: str, **measures: float) -> None:
         stats = TierStats()
-        stats.add(tier, **measures)
+        stats.add(tier, measures)
         whole = self._stats()
         whole.add("", stats, None)
         self._metrics.observe(whole.to_dict(), 1)

@@ -504,7 +504,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         measured += [observer.take_measures() for observer in self._observers]
         for by_tier in measured:
             for name, measures in by_tier.items():
-                stats.setdefault(name, TierStats()).add(name, **measures)
+                stats.setdefault(name, TierStats()).add(name, measures)
         return stats
 
     # -- what any or all children answer ------------------------------------------------------

@@ -250,7 +250,7 @@ class OffloadingScheduler(SchedulerConnector):
             return None
         # A log line of anything reports also how the tier does.
         self._reported = gauges
-        stats.add(tier.name, **gauges)
+        stats.add(tier.name, gauges)
         return stats
 
     def has_pending_push_work(self) -> bool:

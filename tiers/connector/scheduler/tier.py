@@ -12,7 +12,7 @@ from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenTier
-from tiers.contract.stats import STATE, STATES, TierStats, merge
+from tiers.contract.stats import STATE, STATES, TierStats
 from tiers.wrappers.guard import FAILED, Health, warned
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Tier:
 
     def count(self, **measures: float | list[float]) -> None:
         """Add to the tier's measures; their names are those of `contract.stats`."""
-        merge(self.stats.data.setdefault(self.name, {}), measures)
+        self.stats.add(self.name, measures)
 
     def evicted(self, key: bytes) -> None:
         self.kv_events.evicted(key)

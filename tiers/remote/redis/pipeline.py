@@ -96,7 +96,7 @@ def store(
     """SET under `names[i]` the value `record(i)`; False for each that was refused, and whether the
     server is out of memory.
 
-    `record` is called just before its value is sent, while the server works on the previous ones.
+    `record` is called before its value is sent, while the server works on those that were.
     Nothing is sent after the first refusal: a server that is out of memory would refuse the rest,
     too, after it had travelled.
     """
